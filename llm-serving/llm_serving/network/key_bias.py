@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llm_serving.network.operations import Operation, Value, Weight
-from llm_serving.network.weights import shared_order
+from llm_serving.network.weights import shared_order, with_rows
 
 
 def move_key_biases(operations: Sequence[Operation]) -> list[Operation]:
@@ -30,8 +30,7 @@ def move_key_biases(operations: Sequence[Operation]) -> list[Operation]:
 def without_bias(product: Operation, x: Value) -> tuple[Operation, Weight]:
     """Return `product` with a zero bias in the columns that `x` views, and the bias of these columns as a weight."""
     bias = product.weights["bias"]
-    rows = tuple(range(bias.shape[0])) if bias.rows is None else bias.rows
-    of_x = slice(x.start, x.start + x.width)
-    others = (*rows[: of_x.start], *(-1,) * x.width, *rows[of_x.stop :])
-    changed = product.changed(weights={"bias": replace(bias, rows=shared_order(others))})
-    return changed, replace(bias, shape=(x.width,), rows=shared_order(rows[of_x]))
+    columns = range(x.start, x.start + x.width)
+    others = tuple(-1 if column in columns else column for column in range(bias.shape[0]))
+    changed = product.changed(weights={"bias": with_rows(bias, shared_order(others))})
+    return changed, with_rows(bias, shared_order(tuple(columns)))

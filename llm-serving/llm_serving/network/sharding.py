@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Final
 
 from llm_serving.errors import ModelError
@@ -32,7 +31,7 @@ from llm_serving.network.builder import Network
 from llm_serving.network.caches import StateShape
 from llm_serving.network.operations import Float32Array, Operation, Value, Weight
 from llm_serving.network.rewriting import Graph
-from llm_serving.network.weights import RowFactors, padded_order, repeated_order, shared_order
+from llm_serving.network.weights import padded_order, repeated_order, shared_order, with_columns, with_rows
 
 KEY: Final = "cluster_config.tensor_parallel"
 
@@ -217,7 +216,7 @@ class _Sharding:
         elif is_split and (kind in _RECURRENCES or kind == "causal_conv"):
             self._write_states(given)
         elif y in self._columns and not is_split:
-            self._record(given, {role: _rows(each, self._columns[y]) for role, each in given.weights.items()})
+            self._record(given, {role: with_rows(each, self._columns[y]) for role, each in given.weights.items()})
         elif not is_split:
             if kind == "store_kv":
                 self.result.caches.append(self._network.caches[given.attributes["layer"]])
@@ -254,14 +253,14 @@ class _Sharding:
             return replace(weight, shape=(share,), generate=_VectorPart(weight.generate, self._rank * share, share))
         of_row = role in ("gamma", "beta") and weight.shape[0] != operation.attributes["group"]
         if role in ("sinks", "offset") or of_row:
-            return _rows(weight, self._own(weight.shape[0]))
+            return with_rows(weight, self._own(weight.shape[0]))
         return weight
 
     def _consumer_weights(self, operation: Operation) -> dict[str, Weight]:
         x, weights = operation.inputs["x"], dict(operation.weights)
         if x.base is not None or operation.attributes["heads"] > 1 or weights["weight"].transform is not None:
             raise _CannotShardError("must be 1 for a model that multiplies only some columns of a split value")
-        weights["weight"] = _columns(weights["weight"], self._columns[x])
+        weights["weight"] = with_columns(weights["weight"], self._columns[x])
         if self._rank and (bias := weights.pop("bias", None)) is not None:
             self.result.optional.update(bias.names)
         return weights
@@ -272,14 +271,14 @@ class _Sharding:
         if operation.kind in _RECURRENCES:
             self._columns[y] = self._own(y.width)
             shape = (whole[0] // self._count, *whole[1:])
-            weights = {role: _rows(each, self._own(whole[0])) for role, each in operation.weights.items()}
+            weights = {role: with_rows(each, self._own(whole[0])) for role, each in operation.weights.items()}
             operation = operation.changed(attributes={"heads": max(operation.attributes["heads"] // self._count, 1)})
         else:
             columns = self._columns[y]
             shape = (whole[0], len(columns))
             # The stored tensor has a row of taps for each column. It is transposed after its rows are selected.
             weights = {
-                role: replace(_rows(each, columns), shape=(*each.shape[:-1], len(columns)))
+                role: replace(with_rows(each, columns), shape=(*each.shape[:-1], len(columns)))
                 for role, each in operation.weights.items()
             }
         self.result.states[number] = StateShape(shape)
@@ -291,7 +290,7 @@ class _Sharding:
             raise _CannotShardError(f"must be at most the {rows} tokens of the vocabulary")
         first, last = (rank * rows // self._count for rank in (self._rank, self._rank + 1))
         order = shared_order(tuple(range(first, last)))
-        weights = {role: _rows(whole, order) for role, whole in operation.weights.items()}
+        weights = {role: with_rows(whole, order) for role, whole in operation.weights.items()}
         part = operation.changed(attributes={"first": first, "rows": rows})
         if operation.kind == "lm_head":
             self._record(part, weights)
@@ -346,24 +345,15 @@ def _shard_experts(operation: Operation, rank: int, count: int) -> dict[str, Wei
     first = rank * (inner // count)
     columns = tuple(-1 if i < 0 else first + i for i in padded_order(inner // count, PANEL_ROWS))
     rows = shared_order(tuple(repeated_order(gate_up.shape[0] // inner, inner, columns)))
-    weights = dict(operation.weights) | {"gate_up": _rows(gate_up, rows), "down": _columns(down, shared_order(columns))}
+    weights = dict(operation.weights) | {
+        "gate_up": with_rows(gate_up, rows),
+        "down": with_columns(down, shared_order(columns)),
+    }
     if "gate_up_bias" in weights:
-        weights["gate_up_bias"] = _rows(weights["gate_up_bias"], rows)
+        weights["gate_up_bias"] = with_rows(weights["gate_up_bias"], rows)
     if rank:
         weights.pop("down_bias", None)  # only rank 0 adds the bias
     return weights
-
-
-def _rows(weight: Weight, indices: Indices) -> Weight:
-    transform = weight.transform
-    if isinstance(transform, RowFactors):
-        transform = transform.of_rows(indices)
-    rows = _picked(weight.rows, indices)
-    return replace(weight, shape=(len(indices), *weight.shape[1:]), rows=rows, transform=transform)
-
-
-def _columns(weight: Weight, indices: Indices) -> Weight:
-    return replace(weight, shape=(weight.shape[0], len(indices)), columns=_picked(weight.columns, indices))
 
 
 @dataclass(frozen=True)
@@ -374,8 +364,3 @@ class _VectorPart:
 
     def __call__(self, num_positions: int) -> Float32Array:
         return self.whole(num_positions)[self.start : self.start + self.size]
-
-
-@lru_cache(64)
-def _picked(order: Indices | None, indices: Indices) -> Indices:
-    return indices if order is None else tuple(-1 if number < 0 else order[number] for number in indices)

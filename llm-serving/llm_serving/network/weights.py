@@ -181,6 +181,27 @@ class RowFactors:
         return replace(self, rows=rows if self.rows is None else tuple(self.rows[row] for row in rows))
 
 
+def with_rows(weight: Weight, order: tuple[int, ...]) -> Weight:
+    """Return the weight with the rows that `order` selects."""
+    transform = weight.transform
+    if isinstance(transform, RowFactors):
+        transform = transform.of_rows(order)
+    return replace(
+        weight, shape=(len(order), *weight.shape[1:]), rows=_composed(weight.rows, order), transform=transform
+    )
+
+
+def with_columns(weight: Weight, order: tuple[int, ...]) -> Weight:
+    """Return the weight with the columns that `order` selects."""
+    return replace(weight, shape=(weight.shape[0], len(order)), columns=_composed(weight.columns, order))
+
+
+@lru_cache(64)
+def _composed(first: tuple[int, ...] | None, second: tuple[int, ...]) -> tuple[int, ...]:
+    """Return one order that selects the same rows as `first` and then `second`."""
+    return second if first is None else tuple(-1 if number < 0 else first[number] for number in second)
+
+
 @dataclass(frozen=True)
 class PositionEmbedding:
     """A learned embedding of positions, to which an embedding of token types is added. `name`: tensor name prefix of
