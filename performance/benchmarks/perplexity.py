@@ -8,7 +8,7 @@ file dequantised, or with those of `--reference`, which for a quantised folder i
 `stored` serves a GGUF file in its own blocks, `bfloat16` dequantises it, `bfloat16+kv8` has an int8 KV cache as well.
 The table has for each format:
 
-- perplexity, and how much larger it is than in float32;
+- perplexity, and how much larger it is than in float32, with the standard error of this difference over the tokens;
 - the share of float32's greedy tokens that the format chooses too, after the same tokens: 30 answers of 64 tokens;
 - the same share over all texts, where both choose the token that follows each token of a text;
 - the mean and the largest difference between the log-probability of a text's token and that in float32.
@@ -71,6 +71,7 @@ class Row:
 
     perplexity: float
     increase: float
+    standard_error: float
     greedy: float
     top: float
     mean_error: float
@@ -78,10 +79,12 @@ class Row:
 
     @classmethod
     def of(cls, scores: Scores, reference: Scores) -> Row:
-        errors = np.abs(scores.logprobs - reference.logprobs)
+        losses = reference.logprobs - scores.logprobs
+        errors = np.abs(losses)
         return cls(
             scores.perplexity,
             scores.perplexity / reference.perplexity - 1,
+            float(losses.std()) / math.sqrt(len(losses)),
             float(scores.agreed.mean()),
             float((scores.top == reference.top).mean()),
             float(errors.mean()),
@@ -182,7 +185,7 @@ def print_header() -> None:
 
 
 def print_row(name: str, row: Row) -> None:
-    increase = "" if name == "float32" else f"{100 * row.increase:+.2f} %"
+    increase = "" if name == "float32" else f"{100 * row.increase:+.2f} ± {100 * row.standard_error:.2f} %"
     shares = f"{100 * row.greedy:.1f} % | {100 * row.top:.1f} %"
     print(f"| {name} | {row.perplexity:.4f} | {increase} | {shares} | {row.mean_error:.4f} | {row.largest_error:.3f} |")
 

@@ -15,6 +15,7 @@ def test_perplexity_row_compares_a_format_with_float32():
     row = perplexity.Row.of(scores([-1.0, -2.5, -3.25], [5, 6, 8], [True, False]), reference)
     assert row.perplexity == pytest.approx(math.exp(2.25))
     assert row.increase == pytest.approx(math.exp(0.25) - 1)
+    assert row.standard_error == pytest.approx(math.sqrt((0.25**2 + 0.25**2) / 3 / 3))
     assert (row.greedy, row.top) == (0.5, pytest.approx(2 / 3))
     assert (row.mean_error, row.largest_error) == (0.25, 0.5)
 
