@@ -7,9 +7,12 @@
         admissions and finished requests
     H   microseconds of CPU time of the serving process, without the replaced WorkAgent, for each token streamed over
         HTTP (another process reads as many streams as run at once; submitting them is included), and for each request
-        of one token. Tokens per second of all replicas together: with 16 replicas, as many as one master can stream;
-        the start of the reader counts. Add `--set serving_config.access_log=FILE` for the cost of the access log,
-        `--set cluster_config.replicas=N` for N replicas with that many streams each, `--set
+        of one token, whose prompt is a text. Medians of the parts of such a request from its complete body until it
+        is scheduled: `time.thread_time` at calls on the event loop and in the engines' threads; a step's scheduling
+        is divided among the requests that start in it. "The rest" is everything else, before the body is complete
+        and after the schedule. Tokens per second of all replicas together: with 16 replicas, as many as one master
+        can stream; the start of the reader counts. Add `--set serving_config.access_log=FILE` for the cost of the
+        access log, `--set cluster_config.replicas=N` for N replicas with that many streams each, `--set
         scheduler_config.record_path=FOLDER` for the cost of recording
 
 Engine, scheduler, server, frames and tokenizer are the shipped ones. The WorkAgent is replaced by one that chooses
@@ -30,6 +33,7 @@ from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from harness.figures import FIRST_PLAIN_TOKEN, Figure, Stopwatch
@@ -44,14 +48,18 @@ from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.engine import Engine
 from llm_serving.engine.engine_requests import Publish
 from llm_serving.engine.replica import build_engine
+from llm_serving.engine.request_stream import RequestStream
 from llm_serving.executor.executor import RemoteExecutor
 from llm_serving.models.spec import ModelSpec
 from llm_serving.observability.metrics import Metrics
 from llm_serving.recording.recorder import RecordedScheduler
+from llm_serving.scheduler import Schedule
 from llm_serving.server.app import create_app, tune_interpreter
+from llm_serving.server.generation import pipeline
 from llm_serving.server.http.listener import bind
 from llm_serving.server.http.server import HttpServer
 from llm_serving.server.middleware.access_log import open_access_log
+from llm_serving.server.parsing import body as body_reader
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
 from load_test.http_client import HttpClient
 
@@ -84,11 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "H" in arguments.tests:
         num_streams = arguments.running * config.num_replicas
         num_tokens = num_streams * OUTPUT_LEN
-        cpu_s, seconds = _seconds(config, num_blocks, num_streams, OUTPUT_LEN, 1)
+        cpu_s, seconds = _seconds(config, num_blocks, num_streams, OUTPUT_LEN, 1, StartTimes())
         figures.append(Figure("H", "serving process, CPU time", 1e6 * cpu_s / num_tokens, "us/token"))
         figures.append(Figure("H", "streamed by all replicas together", num_tokens / seconds, "tok/s"))
-        seconds = cpu_seconds_per_request(config, num_blocks, num_streams)
-        figures.append(Figure("H", "serving process, CPU time of a request of one token", 1e6 * seconds, "us/request"))
+        figures += request_parts(config, num_blocks, num_streams)
     for figure in figures:
         print(figure, flush=True)
     if arguments.json is not None:
@@ -212,19 +219,85 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 PROMPT_LEN, OUTPUT_LEN = 64, 256
+TEXT = "Once upon a time, a small bird lived in a tall tree. Every morning, it sang a song to its friends in the wood."
+"""Prompt of requests of one token, after a number."""
 REPEATS = 16
 """Rounds of short requests, `num_streams` in each."""
 STEP_S = 0.01
 """Seconds that a step sleeps, in which the server sends the tokens of the previous step."""
 
 
-def cpu_seconds_per_request(config: ServingConfig, num_blocks: int, num_streams: int) -> float:
-    """Return CPU seconds of this process for a request of one token, with the configured access log."""
-    return _seconds(config, num_blocks, num_streams, 1, REPEATS)[0] / (num_streams * REPEATS)
+class StartTimes:
+    """CPU seconds of each part of the start of requests, one number per request and part, in `parts`."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[float]] = defaultdict(list)
+        self._marks: dict[asyncio.Task[Any] | None, float] = {}
+
+    @contextmanager
+    def on_event_loop(self, engine: AsyncEngine) -> Iterator[None]:
+        read_body, start, generate = body_reader.read_body, pipeline.start_generation, engine.generate
+
+        async def timed_read(*arguments: Any) -> bytes:
+            body = await read_body(*arguments)
+            self._marks[asyncio.current_task()] = time.thread_time()
+            return body
+
+        async def timed_start(request: pipeline.ProtocolRequest) -> pipeline.StartedGeneration:
+            self._record("decoding and checking the body")
+            return await start(request)
+
+        def timed_generate(*arguments: Any, **named: Any) -> RequestStream:
+            stream = generate(*arguments, **named)
+            self._record("tokenizing and admission")
+            del self._marks[asyncio.current_task()]
+            return stream
+
+        with (
+            patch.object(body_reader, "read_body", timed_read),
+            patch.object(pipeline, "start_generation", timed_start),
+            patch.object(engine, "generate", timed_generate),
+        ):
+            yield
+
+    def _record(self, part: str) -> None:
+        """Record the CPU time of the event loop since the last mark of this task. Such a task does not suspend."""
+        task, now = asyncio.current_task(), time.thread_time()
+        self.parts[part].append(now - self._marks[task])
+        self._marks[task] = now
+
+    def in_engine(self, engine: Engine) -> None:
+        add, schedule = engine._add, engine._schedule
+
+        def timed_add(request: Request) -> None:
+            began = time.thread_time()
+            add(request)
+            self.parts["adding to the scheduler's queue"].append(time.thread_time() - began)
+
+        def timed_schedule(now: float) -> Schedule | None:
+            began = time.thread_time()
+            step = schedule(now)
+            if step is not None and (num_started := len(step.started)):
+                self.parts["scheduling"] += [(time.thread_time() - began) / num_started] * num_started
+            return step
+
+        engine._add, engine._schedule = timed_add, timed_schedule  # type: ignore[method-assign]
+
+
+def request_parts(config: ServingConfig, num_blocks: int, num_streams: int, repeats: int = REPEATS) -> list[Figure]:
+    """Return the CPU time of a request of one token and of its parts, with the configured access log."""
+    times = StartTimes()
+    num_requests = num_streams * repeats
+    whole = _seconds(config, num_blocks, num_streams, 1, repeats, times)[0] / num_requests
+    assert {len(seconds) for seconds in times.parts.values()} == {num_requests}
+    medians = {name: statistics.median(seconds) for name, seconds in times.parts.items()}
+    medians["from the complete body to the schedule"] = until = sum(medians.values())
+    medians |= {"the rest": whole - until, "the whole": whole}
+    return [Figure("H", f"request of one token: {name}", 1e6 * each, "us/request") for name, each in medians.items()]
 
 
 def _seconds(
-    config: ServingConfig, num_blocks: int, num_streams: int, output_len: int, repeats: int
+    config: ServingConfig, num_blocks: int, num_streams: int, output_len: int, repeats: int, times: StartTimes
 ) -> tuple[float, float]:
     """Return CPU seconds and elapsed seconds of this process, while another process reads `num_streams` streams. The
     CPU time of the WorkAgents' replacements does not count.
@@ -241,7 +314,9 @@ def _seconds(
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
         executor, agent = random_executor(config, FIRST_PLAIN_TOKEN, tokenizer.vocab_size, STEP_S)
         agents.append(agent)
-        yield build_engine(config, num_blocks, executor, tokenizer, metrics, publish, index)
+        built = build_engine(config, num_blocks, executor, tokenizer, metrics, publish, index)
+        times.in_engine(built)
+        yield built
 
     engine = AsyncEngine(config, ModelSpec.from_folder(config.model.model_path), tokenizer, metrics, open_replica)
     seconds: list[tuple[float, float]] = []
@@ -254,6 +329,7 @@ def _seconds(
         async def measure() -> None:
             try:
                 for _ in range(2):  # the first run is a warm-up
+                    times.parts.clear()
                     start, began = cpu_s(), time.perf_counter()
                     await asyncio.to_thread(_read_elsewhere, port, num_streams, output_len, repeats)
                     seconds.append((cpu_s() - start, time.perf_counter() - began))
@@ -265,7 +341,8 @@ def _seconds(
             engine.start()
             task = asyncio.create_task(measure())
             try:
-                yield
+                with times.on_event_loop(engine):
+                    yield
             finally:
                 await engine.stop()
                 await task
@@ -285,7 +362,9 @@ def _read_elsewhere(*arguments: int) -> None:
 
 def _read_streams(port: int, num_streams: int, output_len: int, repeats: int) -> None:
     async def read(index: int) -> None:
-        prompt = [FIRST_PLAIN_TOKEN + (index + position) % 64 for position in range(PROMPT_LEN)]
+        prompt: str | list[int] = f"{index}: {TEXT}"
+        if output_len > 1:
+            prompt = [FIRST_PLAIN_TOKEN + (index + position) % 64 for position in range(PROMPT_LEN)]
         body = {"prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "stream": True, "seed": index}
         client = HttpClient("127.0.0.1", port, idle_timeout_s=600.0)
         response = await client.request("POST", "/v1/completions", json.dumps(body).encode())
