@@ -69,15 +69,16 @@ def test_attention_equals_the_reference_up_to_rounding(
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-def test_attention_bits_are_independent_of_chunking(isa: str, dtype: str) -> None:
+@pytest.mark.parametrize("head_dim", [32, 80])
+def test_attention_bits_are_independent_of_chunking(isa: str, dtype: str, head_dim: int) -> None:
     rng = np.random.default_rng(2)
     length, num_heads = 150, 4
-    widths = {"q": num_heads * 32, "k": 64, "v": 64}
+    widths = {"q": num_heads * head_dim, "k": 2 * head_dim, "v": 2 * head_dim}
     q, k, v = (rows(rng, length, width, dtype) for width in widths.values())
 
     def computed(blocks: list[int], cuts: list[int], threads: int, noise: float) -> Array:
         """The request in chunks that end at `cuts`, in a cache with old content, beside another request."""
-        cache = Cache(dtype)
+        cache = Cache(dtype, head_dim=head_dim)
         for tensor in (cache.key, cache.value):
             tensor.array[...] = typed(np.full(tensor.array.shape, noise), dtype).array
         filled(rng, cache, [22, 23], 20)
@@ -86,7 +87,7 @@ def test_attention_bits_are_independent_of_chunking(isa: str, dtype: str) -> Non
             for first, last in zip([0, *cuts], [*cuts, length], strict=True):
                 part = slice(first, last)
                 cache.store(k.rows(part), v.rows(part), cache.slots(blocks, first, last))
-                beside = rows(rng, 3, num_heads * 32, dtype)
+                beside = rows(rng, 3, num_heads * head_dim, dtype)
                 both = Typed(np.concatenate([beside.array, q.array[part]]), dtype)
                 y = cache.attend(both, [[22, 23], blocks], [3, last - first], [20, last])
                 results.append(y.bits[3:])

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "attention_items.h"
+#include "attention_weights.h"
 #include "kernels.h"
 #include "kv_layout.h"
 #include "quantized_attention.h"
@@ -305,8 +306,9 @@ class AttentionTile {
     }
   }
 
-  // Turns the scores of rows into weights relative to the largest score so far, and rescales the sums. Each
-  // stage is done for all rows before the next begins: the instructions of different rows overlap.
+  // Turns the scores of rows into weights relative to the largest score so far, and rescales the sums; unless this is
+  // done while values are multiplied. Each stage is done for all rows before the next begins: the instructions of
+  // different rows overlap.
   void online_softmax(size_t chunk) {
     if (args_.quantized) return update_references_quantized();
     for_rows(chunk, [&](size_t row, const Seen& seen) {
@@ -320,16 +322,18 @@ class AttentionTile {
       }
     });
     for (size_t row = first_row_; row < end_row_; row += kLanes) update_references(row, end_row_ - row);
+    if (kWeighsBetween<Element> && all_rows_see(chunk)) return;
+    const SoftmaxWeigher<Activation> weigher = weigher_from(0);
     for_rows(chunk, [&](size_t row, const Seen& seen) {
       switch (seen.part()) {
         case Part::kAll:
-          weigh<Part::kAll>(row, seen);
+          weigher.template weigh<Part::kAll>(row, seen);
           break;
         case Part::kBeginning:
-          weigh<Part::kBeginning>(row, seen);
+          weigher.template weigh<Part::kBeginning>(row, seen);
           break;
         case Part::kAny:
-          weigh<Part::kAny>(row, seen);
+          weigher.template weigh<Part::kAny>(row, seen);
           break;
       }
       if (factor_[row] == 1.0f) return;
@@ -337,32 +341,6 @@ class AttentionTile {
       for (size_t i = 0; i < dim_; i += kLanes) store(sums + i, load(sums + i) * broadcast(factor_[row]));
     });
   }
-
-  // The part of a chunk that a row sees. Without a window it is the beginning or all of it: loops that know this are
-  // unrolled.
-  enum class Part { kAll, kBeginning, kAny };
-
-  // The tokens of a chunk that a row sees.
-  struct Seen {
-    size_t first, end;
-
-    Part part() const { return first > 0 ? Part::kAny : end < kChunkTokens ? Part::kBeginning : Part::kAll; }
-
-    template <Part kPart>
-    size_t first_lane() const {
-      return kPart == Part::kAny ? first / kLanes * kLanes : 0;
-    }
-    template <Part kPart>
-    size_t end_lane() const {
-      return kPart == Part::kAll ? kChunkTokens : end;
-    }
-    // Keeps the lanes from token `at` on that the row sees, and sets the others to `other`.
-    template <Part kPart>
-    LLM_INLINE Floats keep(Floats value, size_t at, float other) const {
-      if (kPart != Part::kAll) value = keep_first(value, end - at, other);
-      return kPart == Part::kAny && first > at ? keep_from(value, first - at, other) : value;
-    }
-  };
 
   Seen seen_in(size_t chunk, size_t position) const {
     const size_t begin = chunk * kChunkTokens;
@@ -428,44 +406,45 @@ class AttentionTile {
     if (args_.quantized) quantized_.set_largest(row, count, found, reference);
   }
 
-  // Computes the weights of a row; tokens that it does not see in partly visible groups get zero.
-  template <Part kPart>
-  void weigh(size_t row, const Seen seen) {
-    const float* scores = scores_ + row * kChunkTokens;
-    Activation* weights = weights_ + row * kChunkTokens;
-    const Floats reference = broadcast(reference_[row]), scale = broadcast(row_scale_[row]);
-    Floats sum = zeros();
-    const size_t end = seen.template end_lane<kPart>();  // stores of weights could change what is read from memory
-    // Not fused, so that the exponent of the largest score is zero.
-    auto exponent = [&](size_t i) {
-      const Floats value = load(scores + i) * scale - reference;
-      return seen.template keep<kPart>(value, i, -__builtin_inff());
-    };
-    if constexpr (std::is_same<Activation, BFloat16>::value) {
-#pragma GCC unroll 2
-      for (size_t i = seen.template first_lane<kPart>() / (2 * kLanes) * (2 * kLanes); i < end; i += 2 * kLanes) {
-        const bool has_second = kPart == Part::kAll || i + kLanes < end;
-        const Floats second = has_second ? coarse_exp2(exponent(i + kLanes)) : zeros();
-        sum = store_and_add(weights + i, coarse_exp2(exponent(i)), second, sum);
-      }
-    } else {
-#pragma GCC unroll 4
-      for (size_t i = seen.template first_lane<kPart>(); i < end; i += kLanes) {
-        store(weights + i, exp2(exponent(i)));
-        sum = sum + load(weights + i);
-      }
-    }
-    float* total = of_segment_.total + row * kLanes;
-    store(total, multiply_add(load(total), broadcast(factor_[row]), sum));
-  }
-
   void add_values(size_t chunk) {
     if (args_.quantized) return quantized_.add_values(first_row_, end_row_, scores_, factor_, of_segment_);
-    const size_t begin = chunk * kChunkTokens;
-    if (seen_by(first_row_) + 1 >= begin + kChunkTokens && seen_from(end_row_ - 1) <= begin) {
-      return add_groups(values_, kChunkGroups, 0, first_row_, end_row_);
+    if (!all_rows_see(chunk)) {
+      for (size_t g = 0; g < num_groups_; g++) {
+        add_partly_seen_group(values_[g], chunk * kChunkTokens + g * kGroupTokens, g);
+      }
+    } else if constexpr (kWeighsBetween<Element>) {
+      weigh_and_add_values();
+    } else {
+      add_groups(values_, kChunkGroups, 0, first_row_, end_row_);
     }
-    for (size_t g = 0; g < num_groups_; g++) add_partly_seen_group(values_[g], begin + g * kGroupTokens, g);
+  }
+
+  // Whether all rows that see any token of a chunk see all of its tokens.
+  bool all_rows_see(size_t chunk) const {
+    const size_t begin = chunk * kChunkTokens;
+    return seen_by(first_row_) + 1 >= begin + kChunkTokens && seen_from(end_row_ - 1) <= begin;
+  }
+
+  SoftmaxWeigher<Activation> weigher_from(size_t row) const {
+    return {scores_ + row * kChunkTokens,
+            row_scale_ + row,
+            reference_ + row,
+            factor_ + row,
+            of_segment_.total + row * kLanes,
+            weights_ + row * kChunkTokens};
+  }
+
+  // Computes the weights of the rows, rescales their sums, and adds the weighted values of a whole chunk.
+  void weigh_and_add_values() {
+    size_t weighed = 0;
+    Ending<ValueBFloat16> ending = {{weigher_from(first_row_), &weighed, end_row_ - first_row_},
+                                    factor_ + first_row_,
+                                    of_segment_.sums + first_row_ * dim_,
+                                    dim_};
+    multiply_values<ValueBFloat16>(values_, kChunkGroups, 0, first_row_, end_row_, [&](auto& product, size_t dim) {
+      ending.sums = of_segment_.sums + first_row_ * dim_ + dim;
+      product.ending = &ending;
+    });
   }
 
   // Adds the group that begins with `token` for the rows that see any of it.
@@ -490,26 +469,36 @@ class AttentionTile {
   // Adds `count` groups of values, weighted by the columns from group `g` on, to the rows from `first` to `last`, and
   // prefetches as many groups of the next keys.
   void add_groups(const Element* const* groups, size_t count, size_t g, size_t first, size_t last) {
-    const Element* panels[kChunkGroups * kPassPanels];
-    const Element* next[kChunkGroups * kPassPanels];
+    multiply_values<Element>(groups, count, g, first, last, [&](auto& product, size_t dim) {
+      product.c = of_segment_.sums + first * dim_ + dim;
+      product.add_to_c = true;
+    });
+  }
+
+  // Multiplies the same as `Value`. `set_result(product, dim)` states where a product for the dims from `dim` on goes.
+  template <class Value, class SetResult>
+  LLM_INLINE void multiply_values(const Element* const* groups, size_t count, size_t g, size_t first, size_t last,
+                                  SetResult set_result) {
+    const Value* panels[kChunkGroups * kPassPanels];
+    const Value* next[kChunkGroups * kPassPanels];
     for (size_t dim = 0; dim < dim_; dim += kPassPanels * kPanelWidth) {
       const size_t left = (dim_ - dim) / kPanelWidth;
       const size_t width = left < kPassPanels ? left : kPassPanels;
       for (size_t i = 0; i < count; i++) {
         for (size_t p = 0; p < width; p++) {
           const size_t offset = (dim + p * kPanelWidth) * kGroupTokens;
-          panels[i * width + p] = groups[i] + offset;
-          next[i * width + p] = next_keys_[g + i] + offset;
+          panels[i * width + p] = reinterpret_cast<const Value*>(groups[i] + offset);
+          next[i * width + p] = reinterpret_cast<const Value*>(next_keys_[g + i] + offset);
         }
       }
-      Product<Element> product(last - first, weights_ + first * kChunkTokens + g * kGroupTokens, panels, width,
-                               kGroupTokens, of_segment_.sums + first * dim_ + dim);
+      Product<Value> product(last - first, weights_ + first * kChunkTokens + g * kGroupTokens, panels, width,
+                             kGroupTokens, nullptr);
       product.segments = count;
       product.a_stride = kChunkTokens;
       product.c_stride = dim_;
       product.c_panel = kPanelWidth;
-      product.add_to_c = true;
       product.next = next;
+      set_result(product, dim);
       multiply(product);
     }
   }

@@ -56,6 +56,32 @@ struct AttentionSums {
       : max(memory + rows * (dim + kLanes)), total(memory + rows * dim), sums(memory) {}
 };
 
+// The part of a chunk that a row sees. Without a window it is the beginning or all of it: loops that know this are
+// unrolled.
+enum class Part { kAll, kBeginning, kAny };
+
+// The tokens of a chunk that a row sees.
+struct Seen {
+  size_t first, end;
+
+  Part part() const { return first > 0 ? Part::kAny : end < kChunkTokens ? Part::kBeginning : Part::kAll; }
+
+  template <Part kPart>
+  size_t first_lane() const {
+    return kPart == Part::kAny ? first / kLanes * kLanes : 0;
+  }
+  template <Part kPart>
+  size_t end_lane() const {
+    return kPart == Part::kAll ? kChunkTokens : end;
+  }
+  // Keeps the lanes from token `at` on that the row sees, and sets the others to `other`.
+  template <Part kPart>
+  LLM_INLINE Floats keep(Floats value, size_t at, float other) const {
+    if (kPart != Part::kAll) value = keep_first(value, end - at, other);
+    return kPart == Part::kAny && first > at ? keep_from(value, first - at, other) : value;
+  }
+};
+
 // Division of the work of all requests into items. All heads of the same positions are consecutive, as they are in a
 // block, and requests with the longest contexts come first, so that all threads end together. A tile that is much
 // longer than the others becomes one item for each segment.

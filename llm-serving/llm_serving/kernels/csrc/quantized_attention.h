@@ -10,7 +10,7 @@
 // So a chunk is read at half the bytes of bfloat16, and multiplied with half as many instructions.
 #pragma once
 
-#include "attention_items.h"
+#include "attention_weights.h"
 #include "kv_layout.h"
 #include "quantized_rows.h"
 
@@ -52,7 +52,7 @@ struct alignas(64) VisibleTokens {
   float nan;                       // zero; NaN if a scale is NaN
 };
 
-// Constants of `Weigher`. They are read from memory, because tiles have no registers left.
+// Constants of `QValueWeigher`. They are read from memory, because tiles have no registers left.
 struct WeigherConstants {
   int32_t fraction = 0x7fffff, one = 0x3f800000, smallest = -126 * (1 << 23);
   // kMaxWeight * 2^(x-1) for x from 1 to 2 within 2^-13.5 of its magnitude, exactly kMaxWeight for 1.
@@ -61,8 +61,8 @@ struct WeigherConstants {
 constexpr WeigherConstants kWeigherConstants;
 constexpr float kMaxWeight = 255.0f;
 
-// Computes the weights of rows from their exponents, one row after the other.
-struct Weigher {
+// Computes weights from exponents.
+struct QValueWeigher {
   using Weight = ActivationOf<Code8>;
 
   const VisibleTokens* const* visible;  // [rows]
@@ -72,15 +72,6 @@ struct Weigher {
   const float* factor;                  // [rows], factor of earlier sums
   float* total;                         // [rows][16], sums of weights so far
   Weight* weights;                      // [rows, kChunkTokens]
-  size_t* next;                         // the next row
-  size_t end;
-
-  LLM_INLINE void weigh_until(size_t row) const {
-    while (*next < row) weigh((*next)++);
-  }
-  LLM_INLINE void weigh_next() const {
-    if (*next < end) weigh((*next)++);
-  }
 
   LLM_INLINE void weigh(size_t row) const {
     const VisibleTokens& tokens = *visible[row];
@@ -139,7 +130,7 @@ struct Ending<KeyCode> {
 
   LLM_INLINE void before_tile(size_t) const {}
   LLM_INLINE void between(size_t, size_t) const {}
-  LLM_INLINE Floats begin(size_t row) const { return broadcast_sum(-offset[row]); }
+  LLM_INLINE Floats begin(size_t row, size_t) const { return broadcast_sum(-offset[row]); }
 
   template <size_t kPanels>
   LLM_INLINE void end(size_t row, size_t panel, const Floats (&sums)[kPanels]) const {
@@ -163,19 +154,13 @@ struct Ending<KeyCode> {
 template <>
 constexpr bool kHasEnding<ValueCode> = true;
 template <>
-struct Ending<ValueCode> {
-  Weigher weigher;
+struct Ending<ValueCode> : WeighedRows<QValueWeigher> {
   const float* share;   // [rows]
   const float* factor;  // [rows], factor of earlier chunks
   float* sums;          // [rows, dim]
   size_t dim;
 
-  LLM_INLINE void before_tile(size_t end) const { weigher.weigh_until(end); }
-  LLM_INLINE void between(size_t segment, size_t k) const {
-    // Six rows in the sixteen steps of four groups.
-    if (kNative == kLanes && (k == 4 || (k == 12 && segment % 2 == 0))) weigher.weigh_next();
-  }
-  LLM_INLINE Floats begin(size_t) const { return zeros(); }
+  LLM_INLINE Floats begin(size_t, size_t) const { return zeros(); }
 
   template <size_t kPanels>
   LLM_INLINE void end(size_t row, size_t panel, const Floats (&found)[kPanels]) const {
@@ -315,16 +300,15 @@ class QuantizedTile {
   void add_values(size_t first, size_t end, const float* exponents, const float* factor, const AttentionSums& result) {
     const size_t rows = end - first;
     size_t weighed = 0;
-    const Weigher weigher = {visible_ + first,
-                             exponents + first * kChunkTokens,
-                             largest_ + first,
-                             share_ + first,
-                             factor + first,
-                             result.total + first * kLanes,
-                             weights_ + first * kChunkTokens,
-                             &weighed,
-                             rows};
-    if (!kHasEnding<Value> || kNative < kLanes) weigher.weigh_until(rows);
+    const QValueWeigher weigher = {visible_ + first,
+                                   exponents + first * kChunkTokens,
+                                   largest_ + first,
+                                   share_ + first,
+                                   factor + first,
+                                   result.total + first * kLanes,
+                                   weights_ + first * kChunkTokens};
+    const WeighedRows<QValueWeigher> in_turn = {weigher, &weighed, rows};
+    if (!kHasEnding<Value> || kNative < kLanes) in_turn.weigh_until(rows);
     const Value* panels[kChunkGroups * kPassPanels];
     const Value* next[kChunkGroups * kPassPanels];
     for (size_t dim = 0; dim < dim_; dim += kPassPanels * kPanelWidth) {
@@ -344,7 +328,7 @@ class QuantizedTile {
       product.c_stride = dim_;
       product.c_panel = kPanelWidth;
       product.next = next;
-      const Ending<ValueCode> ending = {weigher, share_ + first, factor + first, result.sums + first * dim_ + dim,
+      const Ending<ValueCode> ending = {in_turn, share_ + first, factor + first, result.sums + first * dim_ + dim,
                                         dim_};
       set_ending(product, ending);
       multiply(product);

@@ -59,7 +59,7 @@ struct Operand<BFloat16> : FloatSums {
   static constexpr size_t kFactors = 1;
   static constexpr size_t kMultiple = kInputs;
 
-  static LLM_INLINE Factor load_panel(const BFloat16* panel, size_t) {
+  static LLM_INLINE Factor load_panel(const void* panel, size_t) {
     Factor result;
     __builtin_memcpy(&result, panel, sizeof(result));
     return result;
@@ -137,7 +137,7 @@ constexpr bool kMultipliesTiles<BFloat16> = true;
 
 // Whether the sums of a type are not stored but given to an `Ending`:
 // before_tile(end)       is called before the tile of the rows up to `end`
-// begin(row)             returns the value from which sixteen sums of a row begin
+// begin(row, panel)      returns the value from which sixteen sums of a row begin
 // between(segment, k)    is called in large tiles after the inputs from `k` on: other work, for units that products do
 //                        not use
 // end(row, panel, sums)  uses the sums of adjacent panels
@@ -186,7 +186,8 @@ constexpr bool kFirstLevelIsNarrow = false;
 #endif
 
 // The part of a product that begins at `row` and `panel`. `kAhead` panels of `next` are prefetched from `ahead` on; for
-// fast products also the activations of the following rows; a tile that prefetches all panels is the only one.
+// fast products whose sums are stored also the activations of the following rows; a tile that prefetches all panels is
+// the only one.
 template <class Element, class Packed, size_t kRows, size_t kPanels, size_t kAhead>
 void tile(const Product<Element, Packed>& product, size_t row, size_t panel, size_t ahead) {
   using Op = Operand<Element>;
@@ -204,7 +205,7 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) {
       if constexpr (kHasEnding<Element>) {
-        sum[r][p] = ending.begin(row + r);
+        sum[r][p] = ending.begin(row + r, panel + p);
       } else {
         sum[r][p] = Op::begin(c + r * product.c_stride + p * product.c_panel, product.add_to_c);
       }
@@ -218,7 +219,7 @@ void tile(const Product<Element, Packed>& product, size_t row, size_t panel, siz
 #pragma GCC unroll 8
     for (size_t p = 0; p < kPanels; p++) b[p] = panels[p];
     for (size_t k = 0; k < product.inputs; k += Op::kInputs) {
-      if (kQuick && kAhead < kPanels) __builtin_prefetch(a + kRows * (product.a_stride + k));
+      if (kQuick && !kHasEnding<Element> && kAhead < kPanels) __builtin_prefetch(a + kRows * (product.a_stride + k));
 #pragma GCC unroll 8
       for (size_t p = 0; p < kAhead; p++) __builtin_prefetch(next[p] + k * kPanelWidth, 0, kLocality);
 #pragma GCC unroll 2
