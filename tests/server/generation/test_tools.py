@@ -386,3 +386,25 @@ def test_unsupported_reasoning_budgets_are_refused(
 ) -> None:
     response, engine = ask(hermes, "x", tools=None, limits={"reasoning_parser": parser}, **fields)
     assert (response.status_code, error_of(response)["param"], engine.submitted) == (400, param, [])
+
+
+@pytest.mark.parametrize("parser", ["qwen_xml", "minimax", "gemma", "glm", "lfm2", "hermes"])
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {}}, "required": True}, "Expected array for 'required'"),
+        ({"properties": {"a": {}}, "required": None}, "Expected array for 'required'"),
+        ({"properties": {"a": {"type": "string"}}, "required": "a"}, "Expected array for 'required'"),
+        ({"properties": {"a": {"enum": 5}}}, "enum must be an array"),
+        ({"properties": {"a": {"enum": "abc"}}}, "enum must be an array"),
+    ],
+    ids=str,
+)
+def test_schema_of_a_forced_tool_whose_lists_are_no_arrays_is_refused(
+    hermes: Tokenizer, parser: str, schema: dict[str, Any], message: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    response, _ = ask(hermes, tools=[tool], tool_choice="required", limits={"tool_call_parser": parser})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "tools[0].function.parameters"
+    assert message in error_of(response)["message"]

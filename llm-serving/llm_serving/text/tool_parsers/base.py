@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from llm_serving.core.enums import JsonWhitespaceName
-from llm_serving.text.structured_output.grammars import WHITESPACES, literal
+from llm_serving.text.structured_output.grammars import WHITESPACES, GrammarError, literal
 
 MAX_CALL_CHARS: Final = 2**18
 """Maximum characters of a call. A longer text after an opening delimiter is not a call."""
@@ -251,6 +251,18 @@ class Callee:
     name: str
     schema: dict[str, Any]
     strict: bool = False
+
+    @property
+    def required(self) -> list[Any]:
+        return array_of(self.schema, "required")
+
+
+def array_of(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the array `key` of a JSON schema, or [] if it is missing. Raise GrammarError if it is no array."""
+    found = schema.get(key, [])
+    if not isinstance(found, list):
+        raise GrammarError(f"cannot be compiled: {key} must be an array")
+    return found
 
 
 class Delimiters:

@@ -255,7 +255,7 @@ def call_rules(rule: str, callee: base.Callee, texts: tuple[str, str, str, str],
     The rule `{rule}_first{k}` matches the arguments from index k on. The rule `{rule}_more{k}` matches a separator and
     these arguments, or no text if all are missing.
     """
-    properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
+    properties, required = callee.schema.get("properties"), callee.required
     opening, equals, between, closing = texts
     about = properties if isinstance(properties, dict) else {}
     if others := [name for name in about if not _NAME.fullmatch(name)]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from llm_serving.text.structured_output.grammars import GrammarError, definitions_of, json_options, literal
-from llm_serving.text.tool_parsers.base import Callee, NotACallError, escaped
+from llm_serving.text.tool_parsers.base import Callee, NotACallError, array_of, escaped
 from llm_serving.text.tool_parsers.json_text import parsed
 
 _JSON: Final = "%json"
@@ -83,7 +83,7 @@ def arguments_term(callee: Callee, opening: Callable[[str, bool], str], closing:
     `callee`: the called tool. `opening(name, is_unquoted)` returns the term before an argument's value. `closing`: text
     after each value; white space may follow it. `whitespace`: see `json_grammar`.
     """
-    properties, required = callee.schema.get("properties"), callee.schema.get("required", ())
+    properties, required = callee.schema.get("properties"), callee.required
     if not isinstance(properties, dict):
         return None
     definitions = definitions_of(callee.schema)
@@ -99,7 +99,7 @@ def arguments_term(callee: Callee, opening: Callable[[str, bool], str], closing:
 def value_term(schema: Any, definitions: dict[str, Any], callee: Callee, whitespace: str) -> str | None:
     """Return the grammar term for the value of an argument, or None if the value is any unquoted text."""
     about = schema if isinstance(schema, dict) else {}
-    texts = about.get("enum", [about["const"]] if "const" in about else ())
+    texts = [about["const"]] if "const" in about and "enum" not in about else array_of(about, "enum")
     if texts and all(isinstance(each, str) for each in texts):
         return "(" + " | ".join(literal(each) for each in texts) + ")"
     if about.get("type", "string") == "string" and not _COMPOUND_KEYS & about.keys():
