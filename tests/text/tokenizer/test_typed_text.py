@@ -83,3 +83,15 @@ def test_typed_text_leaves_messages_without_special_tokens_unchanged() -> None:
     tokenizer = Tokenizer.load(FOLDERS[0])
     messages = [{"role": "user", "content": "<|not_a_token|>", "name": None}]
     assert tokenizer.typed_text.insert_sentinels(messages) == (messages, "")
+
+
+@pytest.mark.parametrize("special", ["ab", "<0", "00"])
+def test_typed_text_ends_for_special_tokens_that_a_sentinel_may_contain(
+    special: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda count: "0ab" * count)
+    typed = TypedText(lambda text, _: [ord(char) for char in text], {special: 1}, lambda _: b"")
+    [message], sentinel = typed.insert_sentinels([{"role": "user", "content": f"x{special}{special}"}])
+    cut = f"{special[0]}{sentinel}{special[1]}"
+    assert message["content"].startswith(f"x{cut}")
+    assert not any(special in part for part in message["content"].split(sentinel))

@@ -26,8 +26,9 @@ class TypedText:
 
     def __init__(self, encode: Encode, special: Mapping[str, int], token_bytes: Callable[[int], bytes]) -> None:
         self._encode, self._token_bytes = encode, token_bytes
-        names = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, names))) if names else None
+        names = sorted(text for text in special if len(text) > 1)
+        # Matches each first character of a special token, also of tokens that overlap.
+        self._pattern = re.compile(f"(?s)(?={'|'.join(map(re.escape, names))}).") if names else None
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 
     def insert_sentinels(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
@@ -44,9 +45,7 @@ class TypedText:
 
     def _with_sentinels(self, value: Any, sentinel: str) -> Any:
         if isinstance(value, str):
-            while self._pattern is not None and self._pattern.search(value):  # special tokens may overlap
-                value = self._pattern.sub(lambda found: f"{found[0][0]}{sentinel}{found[0][1:]}", value)
-            return value
+            return value if self._pattern is None else self._pattern.sub(lambda found: found[0] + sentinel, value)
         if isinstance(value, Mapping):
             return {
                 self._with_sentinels(name, sentinel): self._with_sentinels(each, sentinel)
