@@ -124,3 +124,8 @@ class TestFiles:
         self.write(tmp_path, **{f"additional_chat_templates__t{i}_jinja": "" for i in range(65)})
         with pytest.raises(ModelError, match=r"additional_chat_templates: must hold at most 64 templates\. Given: 65"):
             read_templates(tmp_path, {})
+
+
+def test_chat_template_with_a_number_of_thousands_of_digits_is_refused():
+    with pytest.raises(ModelError, match=r"chat_template cannot be compiled: Exceeds the limit"):
+        ChatTemplate("{{ " + "9" * 5000 + " }}")

@@ -171,7 +171,7 @@ class ChatTemplate:
             raise ModelError("chat_template must be valid Unicode. Given: a text with a lone surrogate")
         try:
             sandbox().parse(source)  # only parse: compiling evaluates constant expressions, which may be expensive
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, ValueError, RecursionError) as error:  # ValueError: a number with too many digits
             raise ModelError(f"chat_template cannot be compiled: {str(error)[:200]}") from None
         self.source = source
         self._processes = ConfinedPool(NUM_PROCESSES, partial(_started, source), "of a chat template")
