@@ -122,3 +122,15 @@ def test_reasoning_parser_time_is_linear_in_white_space(begin: str, is_open: boo
     pieces += [parser.add("</think>b"), parser.flush()]
     whole = split(f"{begin}{1000 * spaces}</think>b", is_open=is_open)
     assert ("".join(each.reasoning for each in pieces), "".join(each.answer for each in pieces)) == whole
+
+
+@pytest.mark.parametrize("spaces", [63, 64, 65, 100])
+def test_white_space_before_a_framed_answer_has_one_limit_for_all_pieces(spaces: int) -> None:
+    text = " " * spaces + "<answer>hi</answer>"
+
+    def parsed(pieces: list[str]) -> str:
+        parser = ReasoningParser(REASONING_FORMATS["think_answer"], is_open=False)
+        return "".join(split.answer for split in [*map(parser.add, pieces), parser.flush()])
+
+    expected = "hi" if spaces <= 64 else text
+    assert {parsed([text[:at], text[at:]]) for at in range(len(text))} | {parsed(list(text))} == {expected}

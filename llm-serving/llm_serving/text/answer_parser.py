@@ -179,10 +179,10 @@ class _FramedAnswer:
     def _read(self, opening: str, closing: str) -> Iterator[str]:
         """Yield the parts of the answer, and an empty text if the next part needs more text."""
         while opening.startswith(stripped := self._text.lstrip()) and not self._ended:
-            if len(self._text) - len(stripped) > _MAX_SPACES and stripped != opening:
+            if len(self._text) - len(stripped) > _MAX_SPACES:
                 break
             yield ""
-        if stripped.startswith(opening):
+        if stripped.startswith(opening) and len(self._text) - len(stripped) <= _MAX_SPACES:
             self._text = stripped.removeprefix(opening).removeprefix("\n")
             while closing not in self._text:
                 kept = 0 if self._ended else max(overlap(self._text, each) for each in ("\n" + closing, closing))
