@@ -123,6 +123,7 @@ class TestTekken:
             {"default_vocab_size": None},
             {"vocab": 5},
             {"vocab": [{"rank": 0}]},
+            {"vocab": [{"rank": float("inf"), "token_bytes": "AA=="}]},
             {"vocab": [{"rank": 0, "token_bytes": "*"}]},
             {"special_tokens": [{"rank": 400, "token_str": "x"}]},
             {"special_tokens": [1]},

@@ -194,7 +194,7 @@ def read_tekken(path: Path, added: Mapping[int, AddedToken]) -> TiktokenVocabula
             for item in listed
         }
         pattern = str(config["pattern"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelError(f"{path}: is not a tekken.json: {type(error).__name__}: {str(error)[:200]}") from None
     family = TiktokenFamily(pattern, (), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
     return TiktokenVocabulary(path, ranks, family, {**special, **added}, first_id=num_special)
