@@ -76,3 +76,7 @@ def test_tokens_that_become_special_by_name_are_still_found_in_the_normalized_te
     vocabulary = read_vocabulary(path, config)
     assert vocabulary.encode("<END>", add_special_tokens=False) == [3]
     assert 3 in vocabulary.special_ids
+
+
+def test_added_token_with_an_id_of_thousands_of_digits_is_omitted():
+    assert read_added_tokens({"added_tokens_decoder": {"9" * 5000: {"content": "x"}}}) == {}

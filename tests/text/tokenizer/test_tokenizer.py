@@ -264,3 +264,43 @@ class TestChatTemplate:
         given = {"tools": [{"n": 2**64}]} if field == "tools" else {"n": 2**64} if field != "messages" else {}
         with pytest.raises(RequestError, match=f"`{field}` must contain only integers of at most 64 bits"):
             tokenizer.apply_chat_template(messages, **given)
+
+
+def bare_tokenizer(path, model, **parts):
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content = {"version": "1.0", "added_tokens": [], "decoder": decoder, "model": model, **parts}
+    path.write_text(json.dumps(content))
+    return Tokenizer.load(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        ({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}, {}),
+        ({"type": "BPE", "vocab": {"x": 0}, "merges": [], "unk_token": "<unk>"}, {}),
+        ({"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None}, {}),
+        (
+            {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+            {
+                "pre_tokenizer": {
+                    "type": "Split",
+                    "pattern": {"Regex": "(x+x+)+y"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            },
+        ),
+    ],
+    ids=["WordLevel", "BPE", "Unigram", "panic"],
+)
+def test_text_that_a_tokenizer_cannot_encode_is_a_request_error(tmp_path, model, parts):
+    tokenizer = bare_tokenizer(tmp_path / "tokenizer.json", model, **parts)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_pair(text, text)):
+        with pytest.raises(RequestError, match="`prompt` cannot be encoded by the model's tokenizer"):
+            encode("b" + "x" * 3000)
+
+
+def test_token_ids_of_a_tokenizer_json_are_limited(tmp_path):
+    model = {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}
+    with pytest.raises(ModelError, match=r"tokenizer\.json: token ids must be less than 16777216\. Found: 4294967295"):
+        bare_tokenizer(tmp_path / "tokenizer.json", model)

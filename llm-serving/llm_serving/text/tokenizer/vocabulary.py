@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as TokenizersTokenizer
 
 from llm_serving.core.files import parse_json, read_json_object, read_regular
-from llm_serving.errors import ModelError, shorten
+from llm_serving.errors import ModelError, RequestError, shorten
 
 MAX_TOKEN_ID: Final = 2**24
+_TOKEN_ID: Final = re.compile(r"[0-9]{1,8}")
 
 SPACE_SYMBOL: Final = "▁"
 BYTE_PIECE: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -31,7 +32,7 @@ def read_added_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
     tokens = config.get("added_tokens_decoder")
     added = {}
     for token_id, token in tokens.items() if isinstance(tokens, dict) else ():
-        if not isinstance(token, dict) or not token_id.isdecimal() or int(token_id) >= MAX_TOKEN_ID:
+        if not isinstance(token, dict) or not _TOKEN_ID.fullmatch(token_id) or int(token_id) >= MAX_TOKEN_ID:
             continue
         if isinstance(text := token.get("content"), str) and text:
             flags = {name: bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "single_word")}
@@ -130,7 +131,10 @@ class TokenizersVocabulary:
         self.strips_leading_space = any(map(_removes_leading_space, steps))
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.token_bytes = [b""] * max(size, max(vocab.values(), default=-1) + 1)
+        largest = max(vocab.values(), default=-1)
+        if largest >= MAX_TOKEN_ID:
+            raise ModelError(f"{path}: token ids must be less than {MAX_TOKEN_ID}. Found: {largest}")
+        self.token_bytes = [b""] * max(size, largest + 1)
         for piece, token_id in vocab.items():
             self.token_bytes[token_id] = _byte_level_bytes(piece) if byte_level else _apply_steps(piece, steps)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -150,11 +154,20 @@ class TokenizersVocabulary:
         self._tokenizer.add_tokens(tokens)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self._encoded(text, add_special_tokens).ids
         return ids
 
+    def _encoded(self, text: str, add_special_tokens: bool) -> Encoding:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            # The library raises bare Exception. A panic in Rust, for example in a regular expression, is none.
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            raise RequestError("prompt", f"cannot be encoded by the model's tokenizer: {str(error)[:200]}") from None
+
     def encode_pair(self, first: str, second: str, max_tokens: int | None) -> tuple[list[int], list[int]]:
-        texts = [self._tokenizer.encode(text, add_special_tokens=False) for text in (first, second)]
+        texts = [self._encoded(text, False) for text in (first, second)]
         if max_tokens is not None:
             room = max(0, max_tokens - self._tokenizer.num_special_tokens_to_add(True))
             for text, length in zip(texts, cut_lengths(len(texts[0]), len(texts[1]), room), strict=True):
