@@ -24,6 +24,11 @@ MAX_CONFIG_BYTES: Final = 2**20
 MAX_RANK: Final = 256
 ALL_LINEAR: Final = "all-linear"
 
+_LARGEST_ALPHA: Final = 1e30
+_ALPHA_RANGE: Final = f" from {-_LARGEST_ALPHA:g} to {_LARGEST_ALPHA:g}"
+_ALPHA_RULE: Final = "must be a number" + _ALPHA_RANGE
+_PATTERN_ERRORS: Final = (re.error, OverflowError, RecursionError)
+"""Errors of `re.compile` for a pattern that is invalid, has too large a number or is nested too deeply."""
 _PREFIX: Final = "base_model.model."
 _TENSOR: Final = re.compile(r"(.+)\.lora_([AB])(\.default)?\.weight")
 _NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {}, "none")
@@ -155,13 +160,13 @@ def read_config(folder: Path) -> AdapterConfig:
         raise fail("r", f"must be an integer from 1 to {MAX_RANK}")
     alpha = fields.get("lora_alpha", 8)
     if not _is_number(alpha):
-        raise fail("lora_alpha", "must be a finite number")
+        raise fail("lora_alpha", _ALPHA_RULE)
     targets = fields.get("target_modules")
     if isinstance(targets, str):
         if targets != ALL_LINEAR:
             try:
                 re.compile(targets)
-            except re.error as error:
+            except _PATTERN_ERRORS as error:
                 raise fail("target_modules", f"must be a regular expression ({error}), or a list of names") from None
     elif isinstance(targets, list) and targets and all(isinstance(each, str) for each in targets):
         targets = tuple(targets)
@@ -171,12 +176,12 @@ def read_config(folder: Path) -> AdapterConfig:
     for field, is_valid in (("rank_pattern", _is_rank), ("alpha_pattern", _is_number)):
         patterns[field] = fields.get(field) or {}
         if not isinstance(patterns[field], dict) or not all(map(is_valid, patterns[field].values())):
-            rule = f"integers from 1 to {MAX_RANK}" if field == "rank_pattern" else "finite numbers"
+            rule = f"integers from 1 to {MAX_RANK}" if field == "rank_pattern" else "numbers" + _ALPHA_RANGE
             raise fail(field, f"must map names of modules to {rule}")
         for pattern in patterns[field]:
             try:
-                re.compile(pattern)
-            except re.error as error:
+                re.compile(_at_end(pattern))
+            except _PATTERN_ERRORS as error:
                 raise fail(field, f"must have only keys that are regular expressions ({error})") from None
     partial = any(fields.get(each) not in _NOTHING for each in ("layers_to_transform", "exclude_modules"))
     rslora = fields.get("use_rslora", False)
@@ -208,9 +213,13 @@ def number_of(fingerprint: str) -> int:
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
     """Return the value of the first pattern that matches the end of a module name, as in PEFT, or `default`."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if re.match(_at_end(pattern), module):
             return float(value)
     return default
+
+
+def _at_end(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
 
 
 def _is_rank(value: Any) -> bool:
@@ -218,4 +227,4 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST_ALPHA
