@@ -173,7 +173,7 @@ def test_gguf_latent_weights_of_older_files(tmp_path):
         ("deepseek2", {"deepseek2.expert_gating_func": 3}, "`deepseek2.expert_gating_func` must be 1 .softmax. or 2"),
         ("deepseek2", {"deepseek2.expert_weights_norm": True}, "`norm_topk_prob` must be false"),
         ("granite", {"granite.attention.key_length": 0}, "`granite.attention.key_length` must be an integer >= 1"),
-        ("qwen3moe", {"qwen3moe.block_count": number("<f", np.inf)}, "`num_hidden_layers` must be an integer"),
+        ("qwen3moe", {"qwen3moe.block_count": number("<f", np.inf)}, "`qwen3moe.block_count` must be an integer"),
         ("qwen3moe", {"qwen3moe.expert_used_count": number("<f", np.inf)}, "`num_experts_per_tok` must be an integer"),
         ("glm4", {"glm4.rope.dimension_count": 40}, "`glm4.rope.dimension_count` must be 32, the size of a head"),
         ("qwen3", {"qwen3.rope.scaling.yarn_attn_factor": 2.0, "qwen3.rope.scaling.type": "yarn"}, "must be 1"),
@@ -199,3 +199,28 @@ def test_gguf_largest_gemma_scales_scores_by_hidden_size(tmp_path, layers):
     _, config = case(architecture)
     write_family(tmp_path / "a.gguf", architecture, {**config, "num_hidden_layers": layers}, 0)
     assert ModelSpec.from_folder(tmp_path / "a.gguf").config_value("query_pre_attn_scalar") == 64 // 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "facts", "key", "rule"),
+    [
+        ("llama4", {"block_count": 2**31 - 1}, "block_count", "must be at most 1024"),
+        ("llama4", {"block_count": 2.5}, "block_count", "must be an integer >= 1"),
+        ("granitehybrid", {"block_count": 0}, "block_count", "must be an integer >= 1"),
+        ("gemma4", {"block_count": [2, 2]}, "block_count", "must be one value and no list"),
+        ("lfm2", {"embedding_length": [32, 32]}, "embedding_length", "must be one value and no list"),
+        ("nemotron_h", {"attention.head_count": [2, 2]}, "attention.head_count", "must be one value and no list"),
+    ],
+)
+def test_gguf_sizes_must_be_single_integers(tmp_path, architecture, facts, key, rule):
+    sizes = {"block_count": 2, "embedding_length": 32, "attention.head_count": 2, "feed_forward_length": 64, **facts}
+    metadata = {
+        "general.architecture": architecture,
+        **{f"{architecture}.{name}": each for name, each in sizes.items()},
+    }
+    (tmp_path / "a.gguf").write_bytes(
+        gguf_bytes(metadata, {"token_embd.weight": plain(np.zeros((64, 32), np.float32))})
+    )
+    with pytest.raises(ModelError) as error:
+        ModelSpec.from_folder(tmp_path / "a.gguf")
+    assert f"`{architecture}.{key}` {rule}" in str(error.value)

@@ -14,6 +14,7 @@ from llm_serving.formats.gguf_layouts import HeadCounts
 from llm_serving.formats.gguf_weights import FREQUENCIES, LONG_FREQUENCIES, SHORT_FREQUENCIES
 from llm_serving.formats.stored_tensor import StoredTensor
 from llm_serving.models.attention import fraction_of
+from llm_serving.models.config_reader import MAX_LAYERS
 from llm_serving.models.gguf_architectures import ARCHITECTURES
 from llm_serving.models.gguf_metadata import Architecture, Config, MetadataReader
 from llm_serving.models.pooling import POOLING
@@ -63,9 +64,13 @@ def read_config(path: Path) -> tuple[dict[str, Any], Gguf]:
         raise reader.fail("general.architecture", f"must be one of {', '.join(ARCHITECTURES)}")
     if "expert_count" not in architecture.numbers and reader.own("expert_count"):
         raise reader.fail(reader.key("expert_count"), "must be 0: this architecture has no experts")
-    for name in (*_NEEDED, *(() if reader.own("expert_count") else ("feed_forward_length",))):
-        if not (architecture.has_lists and reader.numbers(name)):
-            reader.needed(name)
+    for name in _NEEDED:
+        reader.needed(name)
+    if reader.positive("block_count") > MAX_LAYERS:
+        raise reader.fail(reader.key("block_count"), f"must be at most {MAX_LAYERS}")
+    name = "feed_forward_length"
+    if not reader.own("expert_count") and not (architecture.has_lists and reader.numbers(name)):
+        reader.needed(name)
     config: Config = {"architectures": [architecture.family], "rope_theta": _ROPE_THETA}
     for name, known in {**_NUMBERS, **architecture.numbers}.items():
         if architecture.has_lists and reader.numbers(name) is not None:
