@@ -7,7 +7,7 @@ import pytest
 from llm_serving.core.enums import PoolingMode
 from llm_serving.errors import ModelError
 from llm_serving.hub.base import missing_files, small_files
-from llm_serving.models.pooling import Pooling, resolve_pooling
+from llm_serving.models.pooling import Pooling, resolve_pooling, score_tokens
 from llm_serving.models.spec import ModelSpec
 from llm_serving.models.weight_reader import check_folder
 from support.model_factories import write_safetensors
@@ -226,3 +226,14 @@ def test_pooling_files_are_downloaded_and_required(tmp_path):
     assert missing_files(tmp_path) == []
     (tmp_path / "modules.json").write_text(json.dumps(modules("Transformer", "Pooling")))
     assert missing_files(tmp_path) == ["1_Pooling/config.json"]
+
+
+@pytest.mark.parametrize("mode", ["weird", ["cls"], "mean"])
+def test_pooling_mode_of_a_config_json_has_no_effect(tmp_path, mode):
+    assert resolve_pooling("auto", tmp_path, ModelSpec.from_hugging_face({**CONFIG, "pooling_mode": mode})) is None
+
+
+@pytest.mark.parametrize("texts", [[[], []], [{}, "yes"], [1, 2]])
+def test_score_tokens_that_are_no_texts_are_refused(tmp_path, texts):
+    with pytest.raises(ModelError, match="`classifier_from_token` must hold two tokens"):
+        score_tokens(tmp_path, {"classifier_from_token": texts})

@@ -1,5 +1,8 @@
 """What configurations of Llama 4, Gemma 3n, Gemma 4 and Phi-3.5-MoE are refused for, and forms that mean the same."""
 
+import math
+import time
+
 import pytest
 from families import models
 from llm_serving.errors import ModelError
@@ -49,6 +52,12 @@ def test_heads_of_full_layers_may_be_given_for_each_layer():
         ("gemma3n", {"intermediate_size": [96]}, "`intermediate_size` must be an integer or a list of 5"),
         ("phimoe", {"num_experts_per_tok": 1}, "`num_experts_per_tok` must be 2"),
         ("minicpm3", {"attention_bias": True}, "`attention_bias` must be false"),
+        ("nemotron3", {"hybrid_override_pattern": "MMMMMM"}, "the model must have at least one layer with attention"),
+        (
+            "granite-hybrid",
+            {"time_step_limit": [10**400, 10**401]},
+            "`time_step_limit` must be two ascending numbers >= 0",
+        ),
         (
             "nemotron3",
             {"hybrid_override_pattern": "MEXEM-"},
@@ -67,3 +76,15 @@ def test_other_factors_of_a_longrope_with_experts_are_refused(key):
     scaling = models.model("phimoe").config["rope_scaling"] | {key: "linear" if key == "type" else 1.3, "factor": 2.0}
     with pytest.raises(ModelError, match=f"`{key}` must"):
         spec_of("phimoe", rope_scaling=scaling)
+
+
+def test_an_upper_limit_of_the_time_step_beyond_every_float_is_no_limit():
+    operations = spec_of("granite-hybrid", time_step_limit=[0, 10**400]).network.operations
+    assert {each.attributes["high"] for each in operations if each.kind == "ssm"} == {math.inf}
+
+
+def test_an_unknown_architecture_with_a_long_name_is_refused_at_once():
+    start = time.process_time()
+    with pytest.raises(ModelError, match="is not supported"):
+        spec_of("llama4", architectures=["ForA" * 100_000 + "!"])
+    assert time.process_time() - start < 5

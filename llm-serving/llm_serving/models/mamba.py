@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from llm_serving.models.attention import MAX_WIDTH
 from llm_serving.models.config_reader import ConfigReader
 from llm_serving.network.builder import Network
 from llm_serving.network.operations import Transform, Value
 from llm_serving.network.states import MAX_TAPS, causal_conv, ssm
+
+_LARGEST_STEP: Final = 1e30
+"""Upper limits of the time step above this number mean no limit."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,9 @@ def time_step_limits(c: ConfigReader) -> tuple[float, float]:
     if limits is None:
         return 0.0, math.inf
     numbers = isinstance(limits, list) and all(isinstance(each, int | float) for each in limits)
-    if not numbers or len(limits) != 2 or not 0 <= limits[0] < limits[1]:
-        raise c.fail("time_step_limit", "must be two ascending numbers >= 0")
-    return float(limits[0]), float(limits[1])
+    if not numbers or len(limits) != 2 or not 0 <= limits[0] < min(limits[1], _LARGEST_STEP):
+        raise c.fail("time_step_limit", f"must be two ascending numbers >= 0, the first less than {_LARGEST_STEP:g}")
+    return float(limits[0]), math.inf if limits[1] > _LARGEST_STEP else float(limits[1])
 
 
 def mamba_mixer(

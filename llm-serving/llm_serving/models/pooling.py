@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from llm_serving.core.enums import PoolingMode
 from llm_serving.core.files import read_json, read_json_object
 from llm_serving.errors import ModelError, shorten
+from llm_serving.formats.gguf import Gguf
 
 if TYPE_CHECKING:
     from llm_serving.models.spec import ModelSpec
@@ -74,7 +75,7 @@ def resolve_pooling(mode: str, folder: Path, spec: ModelSpec) -> Pooling | None:
     if mode == "last":
         return Pooling(embedding_only=is_embedding_model(folder) or not spec.network.causal)
     found = read_pooling(folder)
-    if found is None and (stated := spec.config.get(POOLING)) is not None:  # only in GGUF files
+    if found is None and isinstance(spec.scheme, Gguf) and (stated := spec.config.get(POOLING)) is not None:
         found = Pooling(embedding_only=True, mode=_MODES[stated])
     if spec.network.causal:
         if found is not None and found.mode is not PoolingMode.LAST:
@@ -153,7 +154,8 @@ def _token_ids(folder: Path, texts: Any) -> list[int]:
     model = content.get("model") if isinstance(content, Mapping) else None
     vocab = model.get("vocab") if isinstance(model, Mapping) else None
     known = vocab if isinstance(vocab, Mapping) else {}
-    if not isinstance(texts, list) or len(texts) != 2 or not all(type(known.get(each)) is int for each in texts):
+    are_texts = isinstance(texts, list) and len(texts) == 2 and all(isinstance(each, str) for each in texts)
+    if not are_texts or not all(type(known.get(each)) is int for each in texts):
         rule = "must hold two tokens of tokenizer.json, such as no and yes"
         raise ModelError(f"{folder}: `classifier_from_token` {rule}. Given: {shorten(texts)}")
     return [known[each] for each in reversed(texts)]

@@ -95,6 +95,7 @@ FAMILIES: Final[Mapping[str, tuple[str, str]]] = {
 
 _ENCODERS: Final = re.compile(r"Bert|Roberta|Electra|Deberta|MPNet|XLM|T5Encoder|NewModel|(?i:bidirectional)")
 _OF_DECODERS: Final = re.compile(r"(Model|ForSequenceClassification)$")
+_MAX_NAME_CHARS: Final = 128
 _WHAT_FOR: Final = re.compile(r"(For[A-Z]\w*|LMHead)?(Model)?$")
 
 
@@ -127,7 +128,12 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
 
 def _nearest(name: Any) -> str:
     own = {_WHAT_FOR.sub("", each): each for each in FAMILIES}
-    near = difflib.get_close_matches(_WHAT_FOR.sub("", name), own, 1, 0.7) if isinstance(name, str) else []
+    # The time for a long name would be quadratic.
+    near = (
+        difflib.get_close_matches(_WHAT_FOR.sub("", name), own, 1, 0.7)
+        if isinstance(name, str) and len(name) <= _MAX_NAME_CHARS
+        else []
+    )
     return f" Nearest: {own[near[0]]}." if near else ""
 
 

@@ -224,6 +224,8 @@ class ModelSpec:
         reader = ConfigReader(config, where)
         scheme = scheme or scheme_of(config, where)
         network = describe(architecture, reader)
+        if not network.caches:
+            raise ModelError(f"{where}: the model must have at least one layer with attention. Found: none")
         longest = reader.integer("model_max_length", _UNLIMITED) if architecture == "BaichuanForCausalLM" else 2048
         longest = reader.integer("max_position_embeddings", longest)
         bos, eos, pad = (_token_ids(reader, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id"))
