@@ -179,6 +179,9 @@ def test_relative_path_is_resolved_from_the_file_first(tmp_path, monkeypatch):
         ("a: [1\nb: 2\n", 2, "is not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", 1, "unknown section `a`"),
         ("pa_config:\n    block_size: !!python/name:os.system ''\n", 2, "is not valid YAML"),
+        ("pa_config:\n    block_size: !!bool x\n", 2, "must fit its tag tag:yaml.org,2002:bool. Given: 'x'"),
+        ("pa_config:\n    block_size: !!int ''\n", 2, "must fit its tag tag:yaml.org,2002:int. Given: ''"),
+        ("pa_config:\n    block_size: !!timestamp x\n", 2, "must fit its tag tag:yaml.org,2002:timestamp"),
     ],
 )
 def test_error_names_file_line_and_rule(tmp_path, text, line, message):
@@ -362,3 +365,9 @@ def test_a_model_folder_whose_name_is_no_unicode_is_an_error(tmp_path):
     folder = tmp_path / "m\udcff"
     folder.symlink_to(DEMO_FOLDER)
     assert "`model_config.model_path` must be text that can be written in UTF-8" in error_of(None, model=folder)
+
+
+@pytest.mark.parametrize("surrogate", ["\udcff", "\ud800"])
+def test_an_override_that_is_no_unicode_is_an_error(surrogate):
+    error = error_of(None, f"model_config.model_name={surrogate}")
+    assert error.startswith("--set model_config.model_name: is not valid YAML")

@@ -59,7 +59,7 @@ def read_yaml(path: Path, keys_in: str = "configs/serving.yaml") -> Located:
 
 
 def read_value(text: str, where: str) -> Located:
-    return _parse(text.encode(), where, show_lines=False)
+    return _parse(text.encode("utf-8", "surrogatepass"), where, show_lines=False)
 
 
 def plain(located: Located) -> Any:
@@ -120,7 +120,12 @@ class _Loader(yaml.SafeLoader):
             return Located(self.mapping(node, depth), self.where(node))
         if isinstance(node, yaml.SequenceNode):
             return Located([plain(self.build(item, depth + 1)) for item in node.value], self.where(node))
-        return Located(self.construct_object(node), self.where(node))
+        try:
+            return Located(self.construct_object(node), self.where(node))
+        except (KeyError, IndexError, AttributeError):  # PyYAML's constructors raise them for tags such as `!!bool x`
+            raise ConfigError(
+                f"{self.where(node)}: must fit its tag {node.tag}. Given: {shorten(node.value)}"
+            ) from None
 
     def mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:
         own: dict[str, Located] = {}
