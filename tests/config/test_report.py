@@ -52,3 +52,13 @@ def test_each_value_has_its_source():
     assert [line for line in lines if line.startswith("    vocab_size: 32000 ") and line.endswith(".yaml:8")]
     assert [line for line in lines if line.startswith("    policy: 'prefill_first' ") and line.endswith("# default")]
     assert "# notices:" in lines
+
+
+def test_printed_adapters_load_to_the_same_folders(tmp_path):
+    for name in ("a", "b'c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text('{"peft_type": "LORA", "target_modules": ["q_proj"]}')
+    yaml = tmp_path / "given.yaml"
+    yaml.write_text(f'lora_config:\n  lora_modules: {{x/1: {tmp_path}/a, y: "{tmp_path}/b\'c"}}\n')
+    config = load_config(yaml)
+    assert printed_and_loaded(config, tmp_path) == plain(config)

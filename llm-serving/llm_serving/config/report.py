@@ -53,6 +53,8 @@ def yaml_text(value: Any) -> str:
         return text if "." in text else text.replace("e", ".0e")
     if isinstance(value, tuple):
         return f"[{', '.join(map(yaml_text, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{yaml_text(name)}: {yaml_text(each)}' for name, each in value.items())}}}"
     if isinstance(value, str | Path):
         text = str(value)
         return "'" + text.replace("'", "''") + "'" if text.isprintable() else json.dumps(text)
