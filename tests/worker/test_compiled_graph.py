@@ -11,6 +11,7 @@ from llm_serving.config import load_config
 from llm_serving.core.step import BlockMove, BlockMoveKind
 from llm_serving.errors import ConfigError, KernelError, WorkerError
 from llm_serving.executor.supervisor import load_settings
+from llm_serving.lowering.mindir import check_graph_settings
 from llm_serving.worker import loading
 from llm_serving.worker.exactness import guarantee
 from llm_serving.worker.kv_cache import GraphOwnedCache
@@ -97,6 +98,14 @@ def test_graphs_of_another_model_are_rejected(folders, lite):
         load_runner(settings_of(folders, "pa_config.num_blocks=17"), lambda text: None)
     with pytest.raises(ConfigError, match=r"must be a folder of `llm-serving export`; it lacks mindir.json"):
         load_runner(settings_of(folders, f"model_config.mindir_path={folders[0]}"), lambda text: None)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_damaged_settings_of_graphs_are_rejected(tmp_path, content):
+    for name in ("mindir.json", "states.mindir", "head.mindir"):
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=r"mindir\.json: (cannot be read|must be a JSON object)"):
+        check_graph_settings(tmp_path, {"num_blocks": 16})
 
 
 def test_a_graph_with_other_arguments_is_rejected(folders, lite, monkeypatch):

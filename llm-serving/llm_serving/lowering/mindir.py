@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import mindspore as ms
 
+from llm_serving.core.files import read_json_object
 from llm_serving.errors import ConfigError
 from llm_serving.lowering.lower import Lowered
 from llm_serving.lowering.step_inputs import dynamic_inputs
@@ -16,6 +16,7 @@ from llm_serving.models.spec import ModelSpec
 
 GRAPHS: Final = ("states", "head")
 SETTINGS_FILE: Final = "mindir.json"
+_MAX_SETTINGS_BYTES: Final = 2**20
 
 
 def inputs_of(spec: ModelSpec, graph: str) -> list[ms.Tensor]:
@@ -52,7 +53,7 @@ def check_graph_settings(folder: Path, expected: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"`model_config.mindir_path` {folder} must be a folder of `llm-serving export`; it lacks {missing[0]}"
         )
-    found = json.loads(path.read_text())
+    found = read_json_object(path, _MAX_SETTINGS_BYTES)
     for name, value in expected.items():
         if found.get(name) != value:
             raise ConfigError(
