@@ -64,7 +64,7 @@ class LoraConfig:
             inside = self.lora_folder.resolve()
             folder = (inside / given).resolve()
             return folder if folder != inside and folder.is_relative_to(inside) and folder.is_dir() else None
-        except (OSError, ValueError):  # the name of the folder is too long or contains a null byte
+        except (OSError, RuntimeError, ValueError):  # a name too long or with a null byte, or links in a circle
             return None
 
 
