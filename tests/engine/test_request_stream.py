@@ -360,3 +360,10 @@ class TestOnAnEngine:
 
         answers, _ = asyncio.run(self.run_three(Setup(), act))
         assert answers == [expected_output(PROMPT, 4), [], expected_output(PROMPT, 4)]
+
+    def test_coalesced_request_is_cancelled_for_all_clients_by_its_engine_id(self):
+        async def act(engine, streams):
+            assert engine.control.cancel(streams[0].request_id, None) == [streams[0].request_id]
+
+        answers, _ = asyncio.run(self.run_three(Setup(), act))
+        assert max(map(len, answers)) <= 1, "only the step that ran already gives a token"

@@ -191,12 +191,13 @@ class Control:
         """Cancel the requests with this id. Return the engine's ids of those that were unfinished.
 
         Each of them gets its final output, with finish reason `abort`, before the next step. If other clients share the
-        answer, only this client's stream ends. Raise RequestNotFoundError if the tenant has no such request.
+        answer, only this client's stream ends; the engine's id of a request ends it for all clients. Raise
+        RequestNotFoundError if the tenant has no such request.
         """
         found = self._lookup.find(request_id, tenant)
         for each in found:
-            shared = each.stream if isinstance(each.stream, CoalescedResponse) else None
-            if shared is None or not shared.cancel(client_ids(request_id)):
+            stream = each.stream if request_id != _id_of(each) else None
+            if not (isinstance(stream, CoalescedResponse) and stream.cancel(client_ids(request_id))):
                 each.is_cancelled = True
                 each.engine.abort(each.request.request_id)
         return [each.request.request_id for each in found]
