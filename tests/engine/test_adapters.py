@@ -80,6 +80,30 @@ def test_a_replica_that_joins_gets_a_removed_adapter_until_its_last_request_ends
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_an_adapter_that_is_replaced_while_its_files_are_read_stays_loaded(tmp_path: Path) -> None:
+    config: Any = SimpleNamespace(lora=SimpleNamespace(lora_modules=None, max_adapters=4))
+    registry = AdapterRegistry(config, SimpleNamespace())  # type: ignore[arg-type]
+    before, after = (Adapter("a", tmp_path / name, digit * 64) for name, digit in (("gone", "1"), ("new", "2")))
+    registry.add(before)
+    told: list[tuple[int, str]] = []
+    replicas = SimpleNamespace(engines={0: SimpleNamespace(set_adapter=lambda *given: told.append(given))})
+    dispatcher: Any = SimpleNamespace(replicas=replicas, requests=SimpleNamespace(by_id={}), queue=None)
+    lookup: Any = None
+    operations = control.Control(ServingConfig(), lookup, dispatcher)
+
+    async def run() -> None:
+        operations.check_adapter(registry, before.number)
+        await asyncio.sleep(0)  # a thread reads the files of `before`
+        registry.remove("a")
+        operations.drop_adapter(registry, before)
+        registry.add(after)
+        await asyncio.gather(*operations._checks)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert registry.by_name == {"a": after}
+    assert told == [(before.number, "")]
+
+
 def test_the_file_of_an_adapter_is_opened_twice_and_its_fingerprint_is_that_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

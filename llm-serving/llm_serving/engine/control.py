@@ -174,8 +174,9 @@ class Control:
 
         async def check() -> None:
             for adapter in await asyncio.to_thread(registry.find_changed, number):
-                logger.error("adapter %s is unloaded: its files in %s have changed", adapter.name, adapter.folder)
-                if registry.remove(adapter.name) is not None:
+                if registry.by_name.get(adapter.name) is adapter:  # else it was replaced while its files were read
+                    logger.error("adapter %s is unloaded: its files in %s have changed", adapter.name, adapter.folder)
+                    registry.remove(adapter.name)
                     self.drop_adapter(registry, adapter)
 
         task = asyncio.get_running_loop().create_task(check())
