@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from llm_serving.core.files import read_regular
+from llm_serving.core.files import parse_json, read_regular
 from llm_serving.errors import ModelError
 from llm_serving.models.spec import ModelSpec
 from llm_serving.text.tokenizer.tokenizer import Tokenizer
@@ -44,3 +44,11 @@ def test_growing_file_is_read_only_to_the_limit(tmp_path):
         read_regular(tmp_path / "file", 99)
     with pytest.raises(ModelError, match="none: cannot be read: No such file"):
         read_regular(tmp_path / "none", 99)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_json_has_no_lone_surrogate_in_any_encoding(encoding):
+    assert parse_json('{"a": "\\ud83d\\ude00 é 😀"}'.encode(encoding)) == {"a": "😀 é 😀"}
+    for text in ('{"a": "\\ud800"}', '{"a": "\ud800"}'):
+        with pytest.raises(ValueError, match=r"surrogates not allowed|decode"):
+            parse_json(text.encode(encoding, "surrogatepass"))

@@ -78,8 +78,9 @@ def is_unicode(text: str) -> bool:
 
 def parse_json(data: bytes) -> object:
     """Parse JSON. Raise ValueError if it is invalid or has a lone surrogate, RecursionError if nested too deeply."""
-    content: object = json.loads(data)
-    if b"\\u" in data:
+    text = data.decode(json.detect_encoding(data))  # unlike `json.loads`, this refuses encoded surrogates
+    content: object = json.loads(text)
+    if "\\u" in text:
         json.dumps(content, ensure_ascii=False).encode()
     return content
 
