@@ -7,7 +7,7 @@ before its range is checked, because tokens are sampled in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from ctypes import c_float
 from dataclasses import dataclass, field, fields
 from itertools import compress
@@ -130,6 +130,10 @@ class GrammarText:
 _TOKEN_ID: Final = Whole(0)
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+
+
 @dataclass(frozen=True, slots=True)
 class _Items:
     """A list, stored as a tuple. Admission control checks later whether token ids in it are in the vocabulary."""
@@ -142,6 +146,8 @@ class _Items:
         return f"must hold at most {self.max_count} {self.noun}"
 
     def checked(self, field: str, value: Any) -> Any:
+        if not _is_list(value):
+            raise RequestError(field, self.text, value)
         if len(value) > self.max_count:
             raise RequestError(field, self.text, len(value))
         return tuple([self.checked_item(field, each) for each in value])
@@ -164,7 +170,7 @@ class SomeTokenIds(_Items):
     def checked(self, field: str, value: Any) -> Any:
         if value is None:
             return None
-        if not value:
+        if _is_list(value) and not value:
             raise RequestError(field, self.text, 0)
         return super().checked(field, value)
 
@@ -175,8 +181,9 @@ class Texts(_Items):
     noun = "strings"
 
     def checked_item(self, field: str, item: Any) -> Any:
-        if not 1 <= len(item) <= self.max_chars:
-            raise RequestError(field, f"must hold strings of 1 to {self.max_chars} characters", len(item))
+        if not isinstance(item, str) or not 1 <= len(item) <= self.max_chars:
+            given = len(item) if isinstance(item, str) else item
+            raise RequestError(field, f"must hold strings of 1 to {self.max_chars} characters", given)
         return item
 
 
@@ -186,8 +193,9 @@ class TokenSequences(_Items):
     noun = "words"
 
     def checked_item(self, field: str, item: Any) -> tuple[int, ...]:
-        if not 1 <= len(item) <= self.max_len:
-            raise RequestError(field, f"must hold words of 1 to {self.max_len} tokens", len(item))
+        if not _is_list(item) or not 1 <= len(item) <= self.max_len:
+            given = len(item) if _is_list(item) else item
+            raise RequestError(field, f"must hold words of 1 to {self.max_len} tokens", given)
         return tuple([_TOKEN_ID.checked(field, token_id) for token_id in item])
 
 
@@ -197,6 +205,8 @@ class TokenBiases(_Items):
     noun = "tokens"
 
     def checked_item(self, field: str, item: Any) -> tuple[int, float]:
+        if not _is_list(item) or len(item) != 2:
+            raise RequestError(field, "must hold pairs of a token id and a bias", item)
         token, bias = item
         return _TOKEN_ID.checked(field, token), self.bias.checked(field, bias)
 
