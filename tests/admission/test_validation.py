@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from llm_serving.admission.validation import check_request, end_token_ids, stop_token_ids
+from llm_serving.admission.validation import check_beam_search, check_request, end_token_ids, stop_token_ids
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.sampling_params import SamplingParams
@@ -119,6 +119,22 @@ def test_parameters_of_another_type_are_refused_with_field_rule_and_value(fields
     with pytest.raises(RequestError) as error:
         SamplingParams(**fields)
     assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ("end",)},
+        {"logit_bias": ((1, 5.0),)},
+        {"bad_words": ((1,),)},
+        {"allowed_token_ids": (1,)},
+        {"min_tokens": 2},
+    ],
+)
+def test_beam_search_refuses_parameters_that_it_would_ignore(fields):
+    check_beam_search(LIMITS, SamplingParams())
+    with pytest.raises(RequestError, match=f"`{next(iter(fields))}` is not supported with use_beam_search"):
+        check_beam_search(LIMITS, SamplingParams(**fields))
 
 
 def test_end_token_ids_come_from_yaml_model_and_tokenizer():

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from llm_serving.admission.validation import NOT_WITH_BEAM_SEARCH
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import (
     DEFAULTS,
@@ -125,7 +126,7 @@ def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchPa
         value = getattr(request, name)
         if value not in (None, neutral):
             raise RequestError(name, f"must be {neutral:g} with use_beam_search", value)
-    for name in ("stop", "logit_bias", "bad_words", "allowed_token_ids"):
+    for name in NOT_WITH_BEAM_SEARCH:
         if getattr(request, name):
             raise RequestError(name, "is not supported with use_beam_search")
     return BeamSearchParams(
