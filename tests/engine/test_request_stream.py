@@ -367,3 +367,17 @@ class TestOnAnEngine:
 
         answers, _ = asyncio.run(self.run_three(Setup(), act))
         assert max(map(len, answers)) <= 1, "only the step that ran already gives a token"
+
+    def test_request_that_follows_a_cancelled_identical_one_is_computed(self):
+        async def run():
+            setup, sharing = Setup(), Sharing(b"k")
+            async with setup.running() as engine:
+                setup.runners[0].gate.clear()
+                first = self.generate(engine, "a", sharing)
+                assert engine.control.cancel("a", None) == [first.request_id]
+                second = self.generate(engine, "b", sharing)
+                setup.runners[0].gate.set()
+                reasons = [[each async for each in stream][-1].finish_reason for stream in (first, second)]
+                return reasons, len(engine.coalesced)
+
+        assert asyncio.run(run()) == ([FinishReason.ABORT, FinishReason.LENGTH], 0)

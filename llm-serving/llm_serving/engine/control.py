@@ -200,6 +200,7 @@ class Control:
             stream = each.stream if request_id != _id_of(each) else None
             if not (isinstance(stream, CoalescedResponse) and stream.cancel(client_ids(request_id))):
                 each.is_cancelled = True
+                self._dispatcher.discard_coalesced(each)
                 each.engine.abort(each.request.request_id)
         return [each.request.request_id for each in found]
 
