@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,26 @@ def test_a_sleeping_model_serves_again_after_it_wakes_up(level: int) -> None:
             assert (setup.runners[0] is runners[0]) == (level == 1)
             assert await token_ids(generate(engine)) == expected_output(PROMPT, 30)
             await engine.lifecycle.wake_up()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_reload_changes_how_many_requests_may_wait_for_a_paused_model(is_paused: bool) -> None:
+    async def run() -> None:
+        async with Setup().running() as engine:
+            if is_paused:
+                await engine.lifecycle.pause("finish", "wait")
+            engine._follow(replace(engine.config, scheduler=replace(engine.config.scheduler, max_waiting_queue=1)))
+            await engine.lifecycle.pause("finish", "wait")
+            gate = engine.lifecycle.gate
+            assert gate is not None
+            waiting = asyncio.create_task(gate.enter())
+            await asyncio.sleep(0)
+            with pytest.raises(CapacityError, match="1 requests wait already, the limit of"):
+                await asyncio.wait_for(gate.enter(), 10)
+            await engine.lifecycle.resume()
+            await waiting
 
     asyncio.run(run())
 

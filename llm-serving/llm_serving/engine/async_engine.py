@@ -323,6 +323,7 @@ class AsyncEngine:
     def _follow(self, config: ServingConfig) -> None:
         self.config = config
         self._dispatcher.reload(config)
+        self.lifecycle.reload(config)
         self.metrics.classes.reload(config.request_classes)
 
     def _fail(self, error: LLMServingError) -> None:

@@ -41,14 +41,14 @@ class Gate:
 
     reason: str
     new_requests: NewRequests
-    _max_waiting: int
+    max_waiting: int
     _num_waiting: int = field(default=0, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _is_open: bool = field(default=False, init=False)
 
     async def enter(self) -> None:
         """Wait until the gate opens. Raise UnavailableError if it refuses requests, CapacityError if too many wait."""
-        if self._num_waiting >= self._max_waiting:
+        if self._num_waiting >= self.max_waiting:
             rule = f"{self._num_waiting} requests wait already, the limit of scheduler_config.max_waiting_queue"
             raise CapacityError(f"{self.reason}, and {rule}")
         self._num_waiting += 1
@@ -179,6 +179,11 @@ class Lifecycle:
             await self._note(f"weights {new} are served")
             await self._reopen(reason)
             return new
+
+    def reload(self, config: ServingConfig) -> None:
+        self._config = config
+        if self.gate is not None:
+            self.gate.max_waiting = config.scheduler.max_waiting_queue
 
     def begin_shutdown(self) -> None:
         """End what would delay a shutdown: a change in progress, frozen requests, and new requests that wait."""
