@@ -153,6 +153,25 @@ def test_a_drained_replica_stays_drained() -> None:
     asyncio.run(run())
 
 
+def test_replicas_that_are_drained_or_joined_during_sleep_follow_at_the_wake_up() -> None:
+    async def run() -> None:
+        async with Setup(num_replicas=3).running() as engine:
+            await ready(engine, 3)
+            engine.control.drain(2)
+            await engine.lifecycle.sleep(2, "finish", "wait")
+            engine.control.drain(1)
+            with pytest.raises(RequestError, match="`replica` must not be the only replica that serves"):
+                engine.control.drain(0)
+            for index in (0, 2):
+                engine.control.join(index)
+            await asyncio.sleep(0.1)
+            assert [engine.replicas.state(index) for index in range(3)] == ["left"] * 3, "a sleeping model loads none"
+            await engine.lifecycle.wake_up()
+            assert [engine.replicas.state(index) for index in range(3)] == ["serving", "left", "serving"]
+
+    asyncio.run(run())
+
+
 async def hash_of(folder: Path) -> str:
     return f"hash of {folder}"
 

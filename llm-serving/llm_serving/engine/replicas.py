@@ -67,6 +67,7 @@ class Replicas(EngineListener):
         self.drained: dict[int, threading.Event] = {}
         """Index of a drained replica -> event that the replica's thread waits for before it loads the replica again."""
         self._suspended: list[int] = []
+        """Replicas that `unsuspend` will load again. It is empty unless the replicas are suspended."""
         self._left: set[int] = set()
         self._transferrer = BlockTransferrer(TransferThrottle(self._has_steps).wait)
         self._reloaded: tuple[int, ServingConfig] | None = None
@@ -143,6 +144,11 @@ class Replicas(EngineListener):
     def drain(self, index: int) -> None:
         """Route no further requests to a replica until `leave` stops it. Raise RequestError for the last open one."""
         self._check(index)
+        if self._suspended:  # the replica has left already; it must not come back
+            if self._suspended == [index]:
+                raise RequestError("replica", "must not be the only replica that serves", index)
+            self._suspended = [each for each in self._suspended if each != index]
+            return
         if index in self.drained:
             return
         others = [engine for each, engine in self.open().items() if each != index]
@@ -171,8 +177,9 @@ class Replicas(EngineListener):
 
     def unsuspend(self) -> None:
         self._failures.clear()
-        while self._suspended:
-            self.join(self._suspended.pop())
+        suspended, self._suspended = self._suspended, []
+        for index in suspended:
+            self.join(index)
 
     @property
     def all_left(self) -> bool:
@@ -226,8 +233,13 @@ class Replicas(EngineListener):
         return index
 
     def join(self, index: int) -> None:
-        """Route requests to a drained replica again. If it has stopped, load it. Raise RequestError for a bad index."""
+        """Route requests to a drained replica again. If it has stopped, load it; if the replicas are suspended, load it
+        with them. Raise RequestError for a bad index.
+        """
         self._check(index)
+        if self._suspended:
+            self._suspended += [] if index in self._suspended else [index]
+            return
         joined = self.drained.pop(index, None)
         if joined is not None:
             self._changed()
