@@ -175,5 +175,9 @@ def test_requests_that_can_never_be_served_are_refused(model: LLM) -> None:
         model.generate(["Add 1 and 2."], SamplingParams(max_tokens=100_000))
     with pytest.raises(RequestError, match="must hold token ids from 0 to"):
         model.generate([[1, 10**6]], GREEDY)
+    with pytest.raises(RequestError, match="`prompts` must be a list of prompts"):
+        model.generate("Add 1 and 2.", SamplingParams())
+    with pytest.raises(RequestError, match="`prompts` must be a list of prompts"):
+        model.embed("Add 1 and 2.")
     with pytest.raises(RequestError, match="at least one token"):
         model.generate([[]], GREEDY)

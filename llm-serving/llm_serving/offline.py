@@ -115,6 +115,7 @@ class LLM:
         adapter: str = "",
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Answer the prompts like `generate`. Yield (index of the prompt, piece of its answer) for each new piece."""
+        _check_list(prompts)
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(prompts)
         if priorities is None:
@@ -129,6 +130,7 @@ class LLM:
         state. Raise RequestError, before any prompt starts, if one cannot be served, and WorkerError if the computation
         fails.
         """
+        _check_list(prompts)
         requests = [self._request(prompt, SamplingParams(max_tokens=0), wants_vector=True) for prompt in prompts]
         vectors: dict[int, Float32Array] = {}
         for index, piece in self._run(requests):
@@ -149,6 +151,7 @@ class LLM:
         """Return the best sequences of each prompt, best first. `sampling` gives `max_tokens`, stop conditions and
         `logprobs`; it must be greedy and not change logits.
         """
+        _check_list(prompts)
         check_beam_search(self.config.model, sampling)
         requests = [self._request(prompt, sampling, beam_search=search, adapter=adapter) for prompt in prompts]
         pieces: list[list[RequestOutput]] = [[] for _ in prompts]
@@ -210,3 +213,8 @@ class LLM:
 
     def _publish(self, pieces: list[RequestOutput]) -> None:
         self._pieces += pieces
+
+
+def _check_list(prompts: Sequence[Prompt]) -> None:
+    if isinstance(prompts, str):
+        raise RequestError("prompts", "must be a list of prompts", prompts)
