@@ -288,3 +288,13 @@ def test_gateway_headers_equal_to_the_body_are_accepted():
 def test_gateway_headers_on_other_routes_are_reported_as_ignored():
     response = post(FakeEngine(), "/tokenize", {"prompt": "x"}, headers={"x-priority": "1"})
     assert response.headers[IGNORED_HEADER] == "x-priority"
+
+
+@pytest.mark.parametrize("serving", [{}, {"coalesce_identical_requests": True}])
+def test_a_priority_out_of_range_is_refused_in_the_place_where_it_was_given(serving):
+    engine = FakeEngine()
+    engine.config = replace(engine.config, serving=replace(engine.config.serving, **serving))
+    refused = post(engine, "/v1/completions", {"prompt": "x", "seed": 1, "priority": 10**30})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "priority")
+    refused = post(engine, "/v1/completions", {"prompt": "x"}, headers={"x-priority": "9999999"})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "x-priority")

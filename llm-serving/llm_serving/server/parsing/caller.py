@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
+from llm_serving.admission.validation import check_priority
 from llm_serving.config.schema import ServingConfig
 from llm_serving.config.tables import ApiKey
 from llm_serving.core.request_class import Caller, class_of
@@ -125,7 +126,8 @@ def requested_priority(
     config: ServingConfig, ceiling: PriorityCeiling | None, priority: int | None, class_name: str | None
 ) -> int | None:
     """Return the priority that a request asks for, by number or by class. Return None if it asks for none. Raise
-    RequestError if it gives both or an unknown class, PermissionDeniedError if the priority is above the ceiling.
+    RequestError if it gives both, an unknown class or a number out of range, PermissionDeniedError if the priority is
+    above the ceiling.
     """
     ranks = {each.name: each.rank for each in config.request_classes}
     if class_name is not None and priority is not None:
@@ -137,6 +139,8 @@ def requested_priority(
         field, given = ("priority", priority) if class_name is None else ("priority_class", class_name)
         rule = f"must not go before class {ceiling.class_name}, rank {ceiling.rank}, {ceiling.condition}"
         raise PermissionDeniedError(field, rule, given)
+    if priority is not None:
+        check_priority(priority)
     return requested
 
 
