@@ -177,3 +177,21 @@ def test_messages_output_format_is_enforced():
         assert response.status_code == 400
         assert f"`{place}`" in response.json()["error"]["message"]
         assert refused.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tool_choice": {"type": "tool", "name": "other"}},
+            "`tool_choice.name` must be the name of one of `tools`. Given: 'other'",
+        ),
+        (
+            {"tool_choice": {"type": "any"}, "tools": None},
+            "`tool_choice.type` must be auto or none without `tools`. Given: 'any'",
+        ),
+    ],
+)
+def test_errors_of_tool_choice_have_the_form_of_this_protocol(fields, message):
+    refused, _ = ask("x", **fields)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)

@@ -240,3 +240,17 @@ def test_unsupported_text_format_error_names_the_field(text, param):
     response, engine = ask("x", text=text, tools=None)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "field", "text"),
+    [
+        ({"type": "function", "name": "other"}, "tool_choice.name", "one of `tools`"),
+        ({"type": "function"}, "tool_choice", '{"type": "function", "name": ...}'),
+        ({"type": "allowed_tools", "tools": []}, "tool_choice", '{"type": "function", "name": ...}'),
+    ],
+)
+def test_errors_of_tool_choice_have_the_form_of_this_protocol(choice, field, text):
+    refused, _ = ask("x", tool_choice=choice)
+    assert (refused.status_code, error_of(refused)["param"]) == (400, field)
+    assert text in error_of(refused)["message"]

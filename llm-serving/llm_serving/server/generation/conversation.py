@@ -195,10 +195,13 @@ def nested_schema(flat: JsonObject) -> JsonObject:
 
 def flat_error(error: RequestError, format_field: str) -> RequestError:
     """Return an error of chat completions with the field name of a protocol that does not nest functions and schemas.
-    `tools[0].function.name` becomes `tools[0].name`. `response_format.json_schema` becomes `format_field`.
+    `tools[0].function.name` becomes `tools[0].name`, `tool_choice.function.name` becomes `tool_choice.name`, and
+    `response_format.json_schema` becomes `format_field`.
     """
     if error.field.startswith("tools["):
         return error.renamed(error.field.replace(".function.", "."))
+    if error.field.startswith("tool_choice.function"):
+        return error.renamed(error.field.replace(".function", ""))
     if error.field.startswith("response_format"):
         inner = error.field.removeprefix("response_format").removeprefix(".json_schema")
         return error.renamed(f"{format_field}{inner}")

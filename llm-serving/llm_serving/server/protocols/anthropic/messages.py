@@ -129,6 +129,8 @@ _TOOL_SCHEMA: Final = re.compile(r"^(tools\[\d+\])\.parameters\b")
 def _translate_error(error: errors.RequestError) -> errors.RequestError:
     if error.field in _FIELDS:
         return error.renamed(_FIELDS[error.field])
+    if error.field == "tool_choice" and error.value == "required":
+        return error.renamed("tool_choice.type", "any")
     if error.field == "continue_final_message":
         rule = error.rule.removeprefix("must be false, ")
         return errors.RequestError("messages", f"must not end with the assistant's: {rule}")

@@ -100,11 +100,15 @@ def tools_of(tools: list[schemas.FunctionTool] | None) -> list[chat.Tool] | None
 
 
 def choice_of(choice: str | chat.JsonObject | None) -> str | chat.JsonObject | None:
-    """Convert a `tool_choice` to that of chat completions, which has the name of a function inside `function`."""
-    if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
-        refuse_unknown_keys("tool_choice", choice, ("type", "name"))
-        return {"type": "function", "function": {"name": choice["name"]}}
-    return choice
+    """Convert a `tool_choice` to that of chat completions, which has the name of a function inside `function`. Raise
+    RequestError for any other object.
+    """
+    if not isinstance(choice, dict) or "function" in choice:
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise RequestError("tool_choice", 'must be auto, none, required or {"type": "function", "name": ...}', choice)
+    refuse_unknown_keys("tool_choice", choice, ("type", "name"))
+    return {"type": "function", "function": {"name": choice["name"]}}
 
 
 def response_format_of(text: chat.JsonObject | None) -> chat.JsonObject | None:
