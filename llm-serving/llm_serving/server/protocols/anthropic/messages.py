@@ -67,12 +67,9 @@ ENDPOINTS: Final = Endpoints()
 )
 async def create_message(engine: AsyncEngine, http_request: Request) -> Response:
     body = await read_fields(engine, http_request, schemas.MessagesRequest)
-    continues = _continues_last(body.messages)
-    must_not_think = body.thinking is not None and body.thinking.type == "disabled"
-    may_think = reasoning_format(engine) is not None and not continues
     chat = ChatCompletionRequest(
         messages=conversation.messages_of(body.system, body.messages),
-        continue_final_message=continues,
+        continue_final_message=_continues_last(body.messages),
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_k=body.top_k,
@@ -81,7 +78,7 @@ async def create_message(engine: AsyncEngine, http_request: Request) -> Response
         seed=body.seed,
         response_format=conversation.response_format_of(body.output_config),
         thinking_token_budget=conversation.budget_of(body.thinking),
-        reasoning_effort="none" if must_not_think and may_think else None,
+        reasoning_effort=_effort_of(engine, body),
         tools=conversation.tools_of(body.tools),
         tool_choice=conversation.choice_of(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
@@ -109,7 +106,11 @@ async def count_tokens(engine: AsyncEngine, http_request: Request) -> Response:
     messages = conversation.messages_of(body.system, body.messages)
     tools, choice = conversation.tools_of(body.tools), conversation.choice_of(body.tool_choice)
     chat = ChatCompletionRequest(
-        messages=messages, tools=tools, tool_choice=choice, continue_final_message=_continues_last(body.messages)
+        messages=messages,
+        tools=tools,
+        tool_choice=choice,
+        continue_final_message=_continues_last(body.messages),
+        reasoning_effort=_effort_of(engine, body),
     )
     try:
         tokens = await encode_chat(engine, source_of(http_request), chat, offered_tools(engine, chat))
@@ -145,6 +146,13 @@ class _MessagesRequest(ConversationRequest):
 
 def _continues_last(turns: list[schemas.ConversationTurn]) -> bool:
     return bool(turns) and turns[-1].role == "assistant"
+
+
+def _effort_of(engine: AsyncEngine, body: schemas.MessagesRequest | schemas.CountTokensRequest) -> str | None:
+    """Return the effort `none` if the request turns off reasoning that the answer could begin with, else None."""
+    must_not_think = body.thinking is not None and body.thinking.type == "disabled"
+    may_think = reasoning_format(engine) is not None and not _continues_last(body.messages)
+    return "none" if must_not_think and may_think else None
 
 
 class MessagesBuilder(ResponseBuilder):

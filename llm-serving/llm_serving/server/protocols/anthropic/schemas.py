@@ -66,7 +66,7 @@ class CountTokensRequest(Struct, kw_only=True):
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
-    """Accepted but ignored, like `thinking`, because neither changes the prompt."""
+    """Accepted but ignored, because it does not change the prompt."""
     thinking: Thinking | None = None
 
 
