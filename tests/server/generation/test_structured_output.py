@@ -112,9 +112,10 @@ def test_tgi_grammar_with_a_schema_constrains_the_answer(value: Any) -> None:
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         ({"guided_whitespace_pattern": " ", "guided_regex": "a"}, "guided_whitespace_pattern"),
         ({"structured_outputs": {"choice": ["a"], "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": 5}}, "structured_outputs.whitespace_pattern"),
     ],
 )
-def test_white_space_pattern_without_json_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_white_space_pattern_without_json_or_text_is_refused(fields: dict[str, Any], param: str) -> None:
     response, engine = ask(COMPLETIONS, **fields)
     assert (response.status_code, error_of(response)["param"]) == (400, param)
     assert engine.submitted == []

@@ -209,6 +209,7 @@ def _structured_outputs(field: str, value: Any, _: str | None) -> StructuredOutp
     }  # fmt: skip
     whitespace = value.get("whitespace_pattern")
     refuse_unknown_keys(field, value, (*readers, "whitespace_pattern"))
+    _check_texts(field, value, ("whitespace_pattern",))
     found = [
         output
         for name, read in readers.items()
