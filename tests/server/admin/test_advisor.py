@@ -177,3 +177,14 @@ def test_advice_over_http_and_command_line(capsys: pytest.CaptureFixture[str], m
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("1,500 requests (20 of them refused) of 60 s, 9 other values of the")
     assert lines[1] == "no neighbouring value would have been better"
+
+
+def test_closing_after_a_simulator_that_could_not_start_raises_nothing() -> None:
+    async def run() -> None:
+        advising = advisor("")
+        advising.command = ("/nonexistent",)
+        with pytest.raises(FileNotFoundError):
+            await advising.advise(5)
+        await advising.close()
+
+    asyncio.run(run())

@@ -90,8 +90,7 @@ class Advisor:
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, RequestError, UnavailableError):
-                await self._task
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _simulate(self, folder: str, minutes: int) -> dict[str, Any]:
         config = self.config()
