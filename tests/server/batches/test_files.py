@@ -174,3 +174,17 @@ def test_uploads_are_limited_like_stored_files(tmp_path):
     answers = run(talking)
     assert [each.status_code for each in answers] == [200, 429, 200]
     assert "retry-after" in answers[1].headers
+
+
+@pytest.mark.parametrize(("charset", "name"), [("utf-7", b"+2AA-"), ("undefined", b"a")])
+def test_names_that_are_not_text_in_the_charset_of_the_form_are_refused(tmp_path, charset, name):
+    parts = (b'name="file"; filename="' + name + b'"', b'name="purpose"')
+    form = b"".join(b"--x\r\nContent-Disposition: form-data; " + each + b"\r\n\r\nbatch\r\n" for each in parts)
+
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            kind = f"multipart/form-data; boundary=x; charset={charset}"
+            return await site.client.post("/v1/files", content=form + b"--x--\r\n", headers={"content-type": kind})
+
+    refused = run(talking)
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "body")

@@ -75,6 +75,7 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
                 raise RequestError("file", "is required, in a form of the kind multipart/form-data")
             if purpose != PURPOSE:
                 raise RequestError("purpose", f"must be {PURPOSE}", purpose)
+            "".join([*form, file.filename or ""]).encode()  # a charset such as UTF-7 can encode invalid characters
             name = (file.filename or "")[:MAX_FILENAME_CHARS]
             about = new_file(new_id("file"), name, PURPOSE, batches.now())
             if (seconds := _lifetime_s(form)) is not None:
@@ -83,6 +84,8 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
             about = await batches.stored(BatchStore.add_file, about, _tenant(http_request), pieces, batches.now())
     except HTTPException as error:  # raised by Starlette's form parser
         raise RequestError("body", f"must be a form of the kind multipart/form-data: {error.detail}") from None
+    except UnicodeError:
+        raise RequestError("body", "must be a form whose names are text in its charset, by default UTF-8") from None
     except TimeoutError:
         raise RequestTimeoutError("body", f"must arrive within {limits.body_timeout_s:g} seconds") from None
     return json_response(about)
