@@ -188,3 +188,13 @@ def test_names_that_are_not_text_in_the_charset_of_the_form_are_refused(tmp_path
 
     refused = run(talking)
     assert (refused.status_code, error_of(refused)["param"]) == (400, "body")
+
+
+def test_malformed_forms_leave_no_lines_of_the_parser_in_the_log(tmp_path, caplog):
+    async def talking():
+        async with Site(FakeEngine(), tmp_path) as site:
+            headers = {"content-type": "multipart/form-data; boundary=x"}
+            return await site.client.post("/v1/files", content=b"garbage", headers=headers)
+
+    assert run(talking).status_code == 400
+    assert not [each for each in caplog.records if each.name.startswith("python_multipart")]

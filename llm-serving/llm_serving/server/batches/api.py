@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -51,6 +52,8 @@ RETRY_AFTER_S: Final = 10.0
 KEPT_LEAST_S: Final = 3600
 """Minimum lifetime of a file in seconds (OpenAI's limit). The maximum is `KEPT_S`."""
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+# The form parser logs each malformed form. The server's own log limits such lines.
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 _FILES: Final = {**PAGE, "purpose": {"type": "string"}}
 
 _FILE: Final = "/v1/files/{file_id}"
