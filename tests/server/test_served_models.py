@@ -303,3 +303,12 @@ def test_one_model_has_no_models_to_change() -> None:
             assert "only if the YAML has the section `models`" in refused.json()["error"]["message"]
 
     asyncio.run(run())
+
+
+def test_a_model_given_twice_in_the_query_is_refused() -> None:
+    async def use(client: httpx.AsyncClient) -> None:
+        refused = await client.get("/v1/parameters?model=one&model=two")
+        assert refused.status_code == 400
+        assert "`model` must be given once. Given: 'two'" in refused.json()["error"]["message"]
+
+    serve(use, engine("one"), engine("two"))

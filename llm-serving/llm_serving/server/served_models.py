@@ -198,6 +198,8 @@ class ServedModels:
         if scope["query_string"]:
             items = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
             if names := [value for key, value in items if key == QUERY]:
+                if len(names) > 1:
+                    raise RequestError(QUERY, "must be given once", names[1])
                 rest = urlencode([item for item in items if item[0] != QUERY]).encode()
                 return self.find(names[0]), {**scope, "query_string": rest, SELECTED_KEY: True}
         if path.startswith(REQUESTS_PATH):
