@@ -16,7 +16,7 @@ from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.config.tables import ApiKey
 from llm_serving.engine.adapters import Adapter
 from llm_serving.engine.lifecycle import Lifecycle
-from llm_serving.errors import ModelError, RequestError, RequestNotFoundError, UnavailableError
+from llm_serving.errors import ConfigError, ModelError, RequestError, RequestNotFoundError, UnavailableError
 from llm_serving.observability.metrics import WorkAgentMemory
 from llm_serving.server.app import build_site
 from llm_serving.server.middleware.authentication import hash_key
@@ -312,3 +312,24 @@ def test_a_model_given_twice_in_the_query_is_refused() -> None:
         assert "`model` must be given once. Given: 'two'" in refused.json()["error"]["message"]
 
     serve(use, engine("one"), engine("two"))
+
+
+def test_a_model_whose_routes_cannot_be_built_is_closed() -> None:
+    async def run() -> None:
+        closed: list[str] = []
+
+        def routes_of(engine: Any) -> Any:
+            if engine is failing:
+                raise ConfigError("serving_config.receipts: the package is missing")
+            return SimpleNamespace(batches=None)
+
+        failing = loadable("two")
+        models = ServedModels(
+            (), routes_of, lambda config, reserved: OpenedModel(failing, lambda: closed.append("two"))
+        )
+        models.add(OpenedModel(loadable("one")))
+        with pytest.raises(RequestError, match="`model` cannot be loaded: serving_config"):
+            await models.load(config_of("two"))
+        assert closed == ["two"]
+
+    asyncio.run(run())

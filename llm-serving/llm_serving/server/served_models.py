@@ -290,12 +290,15 @@ class ServedModels:
         assert self._open is not None
         name = config.model.model_name
         async with self._turn:
+            opened: OpenedModel | None = None
             try:
                 reserved = sum(map(_uncommitted_bytes, (*self, *self._drains.values())))
                 opened = await asyncio.to_thread(self._open, config, reserved)
+                model = self._made(opened)
             except ConfigError as error:
+                if opened is not None:
+                    opened.close()
                 raise RequestError(QUERY, f"cannot be loaded: {error}", name) from None
-            model = self._made(opened)
             model.routes.batches = self.default.routes.batches
             self._loading.add(model)
             model.start()
