@@ -47,9 +47,10 @@ def _run_several(configs: Sequence[ServingConfig]) -> int:
     at_start = [config for config in configs if config.load_at_start]
     check_memory(at_start)
     with contextlib.ExitStack() as stack:
-        opened = [open_model(config) for config in at_start]
-        for each in opened:
-            stack.callback(each.close)
+        opened = []
+        for config in at_start:
+            opened.append(open_model(config))
+            stack.callback(opened[-1].close)
         return serve(opened[0].engine, opened[1:], open_checked)
 
 

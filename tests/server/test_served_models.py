@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
+from llm_serving import master
 from llm_serving.config.sections.lora import LoraConfig
 from llm_serving.config.tables import ApiKey
 from llm_serving.engine.adapters import Adapter
@@ -333,3 +334,18 @@ def test_a_model_whose_routes_cannot_be_built_is_closed() -> None:
         assert closed == ["two"]
 
     asyncio.run(run())
+
+
+def test_a_start_that_fails_closes_the_models_opened_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def open_model(config: Any) -> OpenedModel:
+        if config.model.model_name == "two":
+            raise ConfigError("the folder is missing")
+        return OpenedModel(engine("one"), lambda: closed.append("one"))
+
+    monkeypatch.setattr(master, "open_model", open_model)
+    monkeypatch.setattr(master, "check_memory", lambda configs: None)
+    with pytest.raises(ConfigError):
+        master.run(replace(config_of("one"), models=(config_of("one"), config_of("two"))))
+    assert closed == ["one"]
