@@ -181,3 +181,13 @@ def test_requests_that_can_never_be_served_are_refused(model: LLM) -> None:
         model.embed("Add 1 and 2.")
     with pytest.raises(RequestError, match="at least one token"):
         model.generate([[]], GREEDY)
+
+
+def test_requests_that_run_while_another_stream_is_read_lose_no_pieces(model: LLM) -> None:
+    whole = model.generate(PROMPTS[:2], GREEDY)
+    pieces = []
+    for _, piece in model.stream(PROMPTS[1:2], GREEDY):
+        pieces.append(piece.text)
+        if len(pieces) == 2:
+            assert model.generate(PROMPTS[:1], GREEDY)[0].text == whole[0].text
+    assert "".join(pieces) == whole[1].text

@@ -82,7 +82,8 @@ class LLM:
             GrammarLimits(serving.max_grammar_bytes, serving.max_grammar_states, serving.grammar_cache_size),
         )
         self._counter = itertools.count()
-        self._pieces: list[RequestOutput] = []
+        self._readers: dict[str, tuple[int, list[tuple[int, RequestOutput]]]] = {}
+        """Id of an unfinished request -> (index of its prompt, list that gets its pieces)."""
 
     def generate(
         self,
@@ -160,18 +161,21 @@ class LLM:
         return [list(join_pieces(each).beams) for each in pieces]
 
     def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, RequestOutput]]:
-        indices = {request.request_id: index for index, request in enumerate(requests)}
-        for request in requests:
+        pieces: list[tuple[int, RequestOutput]] = []
+        num_left = len(requests)
+        for index, request in enumerate(requests):
             self.engine.submit(request)
+            self._readers[request.request_id] = index, pieces
         try:
-            while self.engine.has_unfinished_requests:
+            while num_left and self.engine.has_unfinished_requests:
                 self.engine.step()
-                pieces, self._pieces = self._pieces, []
-                for piece in pieces:
-                    if piece.request_id in indices:
-                        yield indices[piece.request_id], piece
+                for index, piece in pieces:  # the caller may run other requests meanwhile, which adds pieces
+                    num_left -= piece.finished
+                    yield index, piece
+                pieces.clear()
         finally:
             for request in requests:
+                self._readers.pop(request.request_id, None)
                 if not request.is_finished:
                     self.engine.abort(request.request_id)
 
@@ -212,7 +216,10 @@ class LLM:
             raise RequestError("constraint", str(error)) from None
 
     def _publish(self, pieces: list[RequestOutput]) -> None:
-        self._pieces += pieces
+        for piece in pieces:
+            if (reader := self._readers.get(piece.request_id)) is not None:
+                index, waiting = reader
+                waiting.append((index, piece))
 
 
 def _check_list(prompts: Sequence[Prompt]) -> None:
