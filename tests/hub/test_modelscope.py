@@ -67,3 +67,11 @@ def test_modelscope_missing_package_error_has_the_command(hub, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "modelscope_hub", None)
     with pytest.raises(ModelError, match="pip install modelscope"):
         get()
+
+
+def test_modelscope_downloads_the_pooling_of_an_embedding_model(hub):
+    modules = b'[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]'
+    files = tiny_files() | {"modules.json": modules, "1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}'}
+    hub.models["Tiny/Llama"] = StoredModel(files)
+    assert (get().folder / "1_Pooling/config.json").read_bytes() == files["1_Pooling/config.json"]
+    assert get().sizes is None

@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", url.path):
             self._file(*match.groups())
         elif match := re.fullmatch(r"/api/v1/models/([^/]+/[^/]+)/repo/files", url.path):
-            self._modelscope_files(match[1], query["Revision"])
+            self._modelscope_files(match[1], query["Revision"], query["Recursive"] == "True")
         elif match := re.fullmatch(r"/api/v1/models/([^/]+/[^/]+)/repo", url.path):
             self._file(match[1], query["Revision"], query["FilePath"])
         else:
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         gated = "manual" if model.gated else False
         self._answer(200, {"id": name, "sha": model.commit, "gated": gated, "siblings": siblings, "private": False})
 
-    def _modelscope_files(self, name: str, revision: str) -> None:
+    def _modelscope_files(self, name: str, revision: str, recursive: bool) -> None:
         model = self.hub.models.get(name)
         if model is None or revision not in model.branches:
             self._answer(404, {"Code": 10010205001, "Message": "not found", "Success": False})
@@ -120,6 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = [
             {"Path": file, "Name": file, "Size": len(content), "Type": "blob", "Sha256": _sha256(content)}
             for file, content in model.files.items()
+            if recursive or "/" not in file
         ]
         self._answer(200, {"Code": 200, "Data": {"Files": files}, "Success": True})
 

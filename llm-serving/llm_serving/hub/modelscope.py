@@ -43,7 +43,7 @@ class ModelScope:
 
     def listed(self, name: str, revision: str) -> HubModel:
         with _translated_errors(name, revision):
-            files = _api().list_repo_files(name, "model", revision=revision, recursive=False)
+            files = _api().list_repo_files(name, "model", revision=revision)
             sizes = {file.path: file.size for file in files if not file.is_dir}
         website = f"https://www.modelscope.cn/models/{name}"
         return HubModel(name, "modelscope", revision, revision, _snapshots(name) / revision, sizes, website)
