@@ -183,7 +183,7 @@ def test_requests_that_can_never_be_served_are_refused(model: LLM) -> None:
         model.generate([[]], GREEDY)
 
 
-def test_requests_that_run_while_another_stream_is_read_lose_no_pieces(model: LLM) -> None:
+def test_a_stream_loses_no_pieces_while_other_requests_run(model: LLM) -> None:
     whole = model.generate(PROMPTS[:2], GREEDY)
     pieces = []
     for _, piece in model.stream(PROMPTS[1:2], GREEDY):

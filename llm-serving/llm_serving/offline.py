@@ -149,8 +149,9 @@ class LLM:
     def beam_search(
         self, prompts: Sequence[Prompt], search: BeamSearchParams, sampling: SamplingParams, *, adapter: str = ""
     ) -> list[list[RequestOutput]]:
-        """Return the best sequences of each prompt, best first. `sampling` gives `max_tokens`, stop conditions and
-        `logprobs`; it must be greedy and not change logits.
+        """Return the best sequences of each prompt, best first. `sampling` gives `max_tokens`, `stop_token_ids`,
+        `ignore_eos` and `logprobs`; it must be greedy and not change logits. Raise RequestError if it sets a parameter
+        that beam search does not support.
         """
         _check_list(prompts)
         check_beam_search(self.config.model, sampling)
@@ -169,7 +170,7 @@ class LLM:
         try:
             while num_left and self.engine.has_unfinished_requests:
                 self.engine.step()
-                for index, piece in pieces:  # the caller may run other requests meanwhile, which adds pieces
+                for index, piece in pieces:  # grows if the caller runs other requests between pieces
                     num_left -= piece.finished
                     yield index, piece
                 pieces.clear()

@@ -7,13 +7,13 @@
         admissions and finished requests
     H   microseconds of CPU time of the serving process, without the replaced WorkAgent, for each token streamed over
         HTTP (another process reads as many streams as run at once; submitting them is included), and for each request
-        of one token, whose prompt is a text. Medians of the parts of such a request from its complete body until it
-        is scheduled: `time.thread_time` at calls on the event loop and in the engines' threads; a step's scheduling
-        is divided among the requests that start in it. "The rest" is everything else, before the body is complete
-        and after the schedule. Tokens per second of all replicas together: with 16 replicas, as many as one master
-        can stream; the start of the reader counts. Add `--set serving_config.access_log=FILE` for the cost of the
-        access log, `--set cluster_config.replicas=N` for N replicas with that many streams each, `--set
-        scheduler_config.record_path=FOLDER` for the cost of recording
+        of one token, whose prompt is a text. Median CPU time of each part of such a request, from its complete body
+        until it is scheduled: `time.thread_time` is read at calls on the event loop and in the engines' threads, and
+        the time to schedule a step is divided among the requests that start in it. "The rest" is everything before
+        the body is complete and after the request is scheduled. Tokens per second of all replicas together: with 16
+        replicas, as many as one master can stream; the start of the reader counts. Add `--set
+        serving_config.access_log=FILE` for the cost of the access log, `--set cluster_config.replicas=N` for N replicas
+        with that many streams each, `--set scheduler_config.record_path=FOLDER` for the cost of recording
 
 Engine, scheduler, server, frames and tokenizer are the shipped ones. The WorkAgent is replaced by one that chooses
 tokens at random.
@@ -220,7 +220,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 PROMPT_LEN, OUTPUT_LEN = 64, 256
 TEXT = "Once upon a time, a small bird lived in a tall tree. Every morning, it sang a song to its friends in the wood."
-"""Prompt of requests of one token, after a number."""
+"""Prompt of requests of one token. The index of the stream precedes it."""
 REPEATS = 16
 """Rounds of short requests, `num_streams` in each."""
 STEP_S = 0.01
@@ -228,7 +228,7 @@ STEP_S = 0.01
 
 
 class StartTimes:
-    """CPU seconds of each part of the start of requests, one number per request and part, in `parts`."""
+    """Measures the CPU time of each part of the start of a request. `parts`: name of a part -> seconds per request."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[float]] = defaultdict(list)
@@ -261,7 +261,7 @@ class StartTimes:
             yield
 
     def _record(self, part: str) -> None:
-        """Record the CPU time of the event loop since the last mark of this task. Such a task does not suspend."""
+        """Record the CPU time of the event loop since this task's last mark. The task is not suspended in between."""
         task, now = asyncio.current_task(), time.thread_time()
         self.parts[part].append(now - self._marks[task])
         self._marks[task] = now

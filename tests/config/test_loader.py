@@ -179,9 +179,9 @@ def test_relative_path_is_resolved_from_the_file_first(tmp_path, monkeypatch):
         ("a: [1\nb: 2\n", 2, "is not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", 1, "unknown section `a`"),
         ("pa_config:\n    block_size: !!python/name:os.system ''\n", 2, "is not valid YAML"),
-        ("pa_config:\n    block_size: !!bool x\n", 2, "must fit its tag tag:yaml.org,2002:bool. Given: 'x'"),
-        ("pa_config:\n    block_size: !!int ''\n", 2, "must fit its tag tag:yaml.org,2002:int. Given: ''"),
-        ("pa_config:\n    block_size: !!timestamp x\n", 2, "must fit its tag tag:yaml.org,2002:timestamp"),
+        ("pa_config:\n    block_size: !!bool x\n", 2, "must match its YAML tag tag:yaml.org,2002:bool. Correct"),
+        ("pa_config:\n    block_size: !!int ''\n", 2, "or remove the tag. Given: ''"),
+        ("pa_config:\n    block_size: !!timestamp x\n", 2, "must match its YAML tag tag:yaml.org,2002:timestamp"),
     ],
 )
 def test_error_names_file_line_and_rule(tmp_path, text, line, message):

@@ -85,8 +85,8 @@ def test_an_adapter_that_is_replaced_while_its_files_are_read_stays_loaded(tmp_p
     registry = AdapterRegistry(config, SimpleNamespace())  # type: ignore[arg-type]
     before, after = (Adapter("a", tmp_path / name, digit * 64) for name, digit in (("gone", "1"), ("new", "2")))
     registry.add(before)
-    told: list[tuple[int, str]] = []
-    replicas = SimpleNamespace(engines={0: SimpleNamespace(set_adapter=lambda *given: told.append(given))})
+    calls: list[tuple[int, str]] = []
+    replicas = SimpleNamespace(engines={0: SimpleNamespace(set_adapter=lambda *given: calls.append(given))})
     dispatcher: Any = SimpleNamespace(replicas=replicas, requests=SimpleNamespace(by_id={}), queue=None)
     lookup: Any = None
     operations = control.Control(ServingConfig(), lookup, dispatcher)
@@ -101,7 +101,7 @@ def test_an_adapter_that_is_replaced_while_its_files_are_read_stays_loaded(tmp_p
 
     asyncio.run(asyncio.wait_for(run(), 30))
     assert registry.by_name == {"a": after}
-    assert told == [(before.number, "")]
+    assert calls == [(before.number, "")]
 
 
 def test_the_file_of_an_adapter_is_opened_twice_and_its_fingerprint_is_that_of_the_folder(

@@ -153,7 +153,7 @@ def test_a_drained_replica_stays_drained() -> None:
     asyncio.run(run())
 
 
-def test_replicas_that_are_drained_or_joined_during_sleep_follow_at_the_wake_up() -> None:
+def test_drains_and_joins_during_sleep_take_effect_at_the_wake_up() -> None:
     async def run() -> None:
         async with Setup(num_replicas=3).running() as engine:
             await ready(engine, 3)
@@ -165,7 +165,9 @@ def test_replicas_that_are_drained_or_joined_during_sleep_follow_at_the_wake_up(
             for index in (0, 2):
                 engine.control.join(index)
             await asyncio.sleep(0.1)
-            assert [engine.replicas.state(index) for index in range(3)] == ["left"] * 3, "a sleeping model loads none"
+            assert [engine.replicas.state(index) for index in range(3)] == ["left"] * 3, (
+                "a sleeping model loads no replica"
+            )
             await engine.lifecycle.wake_up()
             assert [engine.replicas.state(index) for index in range(3)] == ["serving", "left", "serving"]
 

@@ -366,7 +366,7 @@ class TestOnAnEngine:
             assert engine.control.cancel(streams[0].request_id, None) == [streams[0].request_id]
 
         answers, _ = asyncio.run(self.run_three(Setup(), act))
-        assert max(map(len, answers)) <= 1, "only the step that ran already gives a token"
+        assert max(map(len, answers)) <= 1, "only the step in flight may still give a token"
 
     def test_request_that_follows_a_cancelled_identical_one_is_computed(self):
         async def run():

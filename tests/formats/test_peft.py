@@ -26,7 +26,9 @@ from llm_serving.formats.peft import read_config
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_field_of_an_adapter_is_refused_by_name(tmp_path: Path, fields: dict[str, object], message: str) -> None:
+def test_bad_value_in_an_adapter_config_is_refused_with_its_field(
+    tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
     config = {"peft_type": "LORA", "target_modules": ["q_proj"], **fields}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError) as error:

@@ -202,7 +202,7 @@ def test_gguf_largest_gemma_scales_scores_by_hidden_size(tmp_path, layers):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "facts", "key", "rule"),
+    ("architecture", "given", "key", "rule"),
     [
         ("llama4", {"block_count": 2**31 - 1}, "block_count", "must be at most 1024"),
         ("llama4", {"block_count": 2.5}, "block_count", "must be an integer >= 1"),
@@ -212,8 +212,8 @@ def test_gguf_largest_gemma_scales_scores_by_hidden_size(tmp_path, layers):
         ("nemotron_h", {"attention.head_count": [2, 2]}, "attention.head_count", "must be one value and no list"),
     ],
 )
-def test_gguf_sizes_must_be_single_integers(tmp_path, architecture, facts, key, rule):
-    sizes = {"block_count": 2, "embedding_length": 32, "attention.head_count": 2, "feed_forward_length": 64, **facts}
+def test_gguf_sizes_must_be_single_integers(tmp_path, architecture, given, key, rule):
+    sizes = {"block_count": 2, "embedding_length": 32, "attention.head_count": 2, "feed_forward_length": 64, **given}
     metadata = {
         "general.architecture": architecture,
         **{f"{architecture}.{name}": each for name, each in sizes.items()},

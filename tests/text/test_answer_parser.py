@@ -125,7 +125,7 @@ def test_reasoning_parser_time_is_linear_in_white_space(begin: str, is_open: boo
 
 
 @pytest.mark.parametrize("spaces", [63, 64, 65, 100])
-def test_white_space_before_a_framed_answer_has_one_limit_for_all_pieces(spaces: int) -> None:
+def test_limit_of_white_space_before_a_framed_answer_is_the_same_for_all_splits(spaces: int) -> None:
     text = " " * spaces + "<answer>hi</answer>"
 
     def parsed(pieces: list[str]) -> str:

@@ -57,7 +57,7 @@ def check_priority(priority: int) -> None:
 
 
 NOT_WITH_BEAM_SEARCH: Final = ("stop", "logit_bias", "bad_words", "allowed_token_ids")
-"""Parameters that beam search does not support, besides those with a rule of their own."""
+"""Parameters that must be unset with beam search. `check_beam_search` and the HTTP server check them, among others."""
 
 
 def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:

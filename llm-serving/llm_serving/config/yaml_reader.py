@@ -124,7 +124,8 @@ class _Loader(yaml.SafeLoader):
             return Located(self.construct_object(node), self.where(node))
         except (KeyError, IndexError, AttributeError):  # PyYAML's constructors raise them for tags such as `!!bool x`
             raise ConfigError(
-                f"{self.where(node)}: must fit its tag {node.tag}. Given: {shorten(node.value)}"
+                f"{self.where(node)}: must match its YAML tag {node.tag}. Correct the value or remove the tag. "
+                f"Given: {shorten(node.value)}"
             ) from None
 
     def mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Located]:

@@ -140,6 +140,7 @@ class _Items:
 
     max_count: int
     noun: ClassVar[str] = "ids"
+    items: ClassVar[str] = "token ids"
 
     @property
     def text(self) -> str:
@@ -147,7 +148,7 @@ class _Items:
 
     def checked(self, field: str, value: Any) -> Any:
         if not _is_list(value):
-            raise RequestError(field, self.text, value)
+            raise RequestError(field, f"must be a list of {self.items}", value)
         if len(value) > self.max_count:
             raise RequestError(field, self.text, len(value))
         return tuple([self.checked_item(field, each) for each in value])
@@ -178,7 +179,7 @@ class SomeTokenIds(_Items):
 @dataclass(frozen=True, slots=True)
 class Texts(_Items):
     max_chars: int
-    noun = "strings"
+    noun = items = "strings"
 
     def checked_item(self, field: str, item: Any) -> Any:
         if not isinstance(item, str) or not 1 <= len(item) <= self.max_chars:
@@ -191,11 +192,13 @@ class Texts(_Items):
 class TokenSequences(_Items):
     max_len: int
     noun = "words"
+    items = "words, each a list of token ids"
 
     def checked_item(self, field: str, item: Any) -> tuple[int, ...]:
-        if not _is_list(item) or not 1 <= len(item) <= self.max_len:
-            given = len(item) if _is_list(item) else item
-            raise RequestError(field, f"must hold words of 1 to {self.max_len} tokens", given)
+        if not _is_list(item):
+            raise RequestError(field, f"must hold {self.items}", item)
+        if not 1 <= len(item) <= self.max_len:
+            raise RequestError(field, f"must hold words of 1 to {self.max_len} tokens", len(item))
         return tuple([_TOKEN_ID.checked(field, token_id) for token_id in item])
 
 
@@ -203,6 +206,7 @@ class TokenSequences(_Items):
 class TokenBiases(_Items):
     bias: Real
     noun = "tokens"
+    items = "pairs of a token id and a bias"
 
     def checked_item(self, field: str, item: Any) -> tuple[int, float]:
         if not _is_list(item) or len(item) != 2:

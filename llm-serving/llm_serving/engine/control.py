@@ -192,8 +192,8 @@ class Control:
         """Cancel the requests with this id. Return the engine's ids of those that were unfinished.
 
         Each of them gets its final output, with finish reason `abort`, before the next step. If other clients share the
-        answer, only this client's stream ends; the engine's id of a request ends it for all clients. Raise
-        RequestNotFoundError if the tenant has no such request.
+        answer, a client's id ends only the stream of that client, and the engine's id ends the answer for all clients.
+        Raise RequestNotFoundError if the tenant has no such request.
         """
         found = self._lookup.find(request_id, tenant)
         for each in found:

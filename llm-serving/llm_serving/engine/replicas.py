@@ -67,7 +67,7 @@ class Replicas(EngineListener):
         self.drained: dict[int, threading.Event] = {}
         """Index of a drained replica -> event that the replica's thread waits for before it loads the replica again."""
         self._suspended: list[int] = []
-        """Replicas that `unsuspend` will load again. It is empty unless the replicas are suspended."""
+        """Indices of the replicas that `unsuspend` will load again. Empty unless the replicas are suspended."""
         self._left: set[int] = set()
         self._transferrer = BlockTransferrer(TransferThrottle(self._has_steps).wait)
         self._reloaded: tuple[int, ServingConfig] | None = None
@@ -144,7 +144,7 @@ class Replicas(EngineListener):
     def drain(self, index: int) -> None:
         """Route no further requests to a replica until `leave` stops it. Raise RequestError for the last open one."""
         self._check(index)
-        if self._suspended:  # the replica has left already; it must not come back
+        if self._suspended:  # all replicas leave until `unsuspend`, which must not load this one
             if self._suspended == [index]:
                 raise RequestError("replica", "must not be the only replica that serves", index)
             self._suspended = [each for each in self._suspended if each != index]
@@ -233,8 +233,8 @@ class Replicas(EngineListener):
         return index
 
     def join(self, index: int) -> None:
-        """Route requests to a drained replica again. If it has stopped, load it; if the replicas are suspended, load it
-        with them. Raise RequestError for a bad index.
+        """Route requests to a drained replica again, and load it if it has stopped. While the replicas are suspended,
+        let `unsuspend` load it. Raise RequestError for a bad index.
         """
         self._check(index)
         if self._suspended:

@@ -13,7 +13,7 @@ from llm_serving.network.operations import Transform, Value
 from llm_serving.network.states import MAX_TAPS, causal_conv, ssm
 
 _LARGEST_STEP: Final = 1e30
-"""Upper limits of the time step above this number mean no limit."""
+"""A larger upper limit of the time step counts as no limit."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
 
 def _nearest(name: Any) -> str:
     own = {_WHAT_FOR.sub("", each): each for each in FAMILIES}
-    # The time for a long name would be quadratic.
+    # Long names are not compared, because the time is quadratic in the length.
     near = (
         difflib.get_close_matches(_WHAT_FOR.sub("", name), own, 1, 0.7)
         if isinstance(name, str) and len(name) <= _MAX_NAME_CHARS

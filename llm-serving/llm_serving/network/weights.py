@@ -182,7 +182,7 @@ class RowFactors:
 
 
 def with_rows(weight: Weight, order: tuple[int, ...]) -> Weight:
-    """Return the weight with the rows that `order` selects."""
+    """Return the weight with the rows that `order` selects, in this order. -1 is a row of zeros."""
     transform = weight.transform
     if isinstance(transform, RowFactors):
         transform = transform.of_rows(order)
@@ -192,13 +192,13 @@ def with_rows(weight: Weight, order: tuple[int, ...]) -> Weight:
 
 
 def with_columns(weight: Weight, order: tuple[int, ...]) -> Weight:
-    """Return the weight with the columns that `order` selects."""
+    """Return the weight with the columns that `order` selects, in this order. -1 is a column of zeros."""
     return replace(weight, shape=(weight.shape[0], len(order)), columns=_composed(weight.columns, order))
 
 
 @lru_cache(64)
 def _composed(first: tuple[int, ...] | None, second: tuple[int, ...]) -> tuple[int, ...]:
-    """Return one order that selects the same rows as `first` and then `second`."""
+    """Return the one order that is equivalent to selecting by `first`, and then by `second` from the result."""
     return second if first is None else tuple(-1 if number < 0 else first[number] for number in second)
 
 

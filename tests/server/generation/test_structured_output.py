@@ -115,7 +115,7 @@ def test_tgi_grammar_with_a_schema_constrains_the_answer(value: Any) -> None:
         ({"structured_outputs": {"json": {}, "whitespace_pattern": 5}}, "structured_outputs.whitespace_pattern"),
     ],
 )
-def test_white_space_pattern_without_json_or_text_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_white_space_pattern_that_lacks_json_or_is_no_text_is_refused(fields: dict[str, Any], param: str) -> None:
     response, engine = ask(COMPLETIONS, **fields)
     assert (response.status_code, error_of(response)["param"]) == (400, param)
     assert engine.submitted == []

@@ -400,7 +400,7 @@ def test_unsupported_reasoning_budgets_are_refused(
     ],
     ids=str,
 )
-def test_schema_of_a_forced_tool_whose_lists_are_no_arrays_is_refused(
+def test_schema_of_a_forced_tool_whose_required_or_enum_is_no_array_is_refused(
     hermes: Tokenizer, parser: str, schema: dict[str, Any], message: str
 ) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}

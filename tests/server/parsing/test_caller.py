@@ -291,7 +291,7 @@ def test_gateway_headers_on_other_routes_are_reported_as_ignored():
 
 
 @pytest.mark.parametrize("serving", [{}, {"coalesce_identical_requests": True}])
-def test_a_priority_out_of_range_is_refused_in_the_place_where_it_was_given(serving):
+def test_error_of_a_priority_out_of_range_names_the_field_or_header_that_gave_it(serving):
     engine = FakeEngine()
     engine.config = replace(engine.config, serving=replace(engine.config.serving, **serving))
     refused = post(engine, "/v1/completions", {"prompt": "x", "seed": 1, "priority": 10**30})

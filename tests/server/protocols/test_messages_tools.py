@@ -192,12 +192,12 @@ def test_messages_output_format_is_enforced():
         ),
     ],
 )
-def test_errors_of_tool_choice_have_the_form_of_this_protocol(fields, message):
+def test_tool_choice_errors_name_the_fields_of_this_protocol(fields, message):
     refused, _ = ask("x", **fields)
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
 
 
-def test_counted_tokens_are_those_of_the_prompt_without_thinking():
+def test_count_tokens_renders_the_same_prompt_as_a_message_without_thinking():
     template = HERMES + "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}<think></think>"
     body = {"messages": [USER], "thinking": {"type": "disabled"}}
     delimiters = {"<think>": 500, "</think>": 502}
@@ -206,11 +206,11 @@ def test_counted_tokens_are_those_of_the_prompt_without_thinking():
     seen: list[dict[str, Any]] = []
     render = engine.tokenizer.apply_chat_template
 
-    def note(messages: Any, **given: Any) -> str:
+    def recorded(messages: Any, **given: Any) -> str:
         seen.append(given)
         return render(messages, **given)
 
-    engine.tokenizer.apply_chat_template = note  # type: ignore[method-assign]
+    engine.tokenizer.apply_chat_template = recorded  # type: ignore[method-assign]
     post(engine, PATH, {"model": "demo", "max_tokens": 8, **body})
     post(engine, f"{PATH}/count_tokens", {"model": "demo", **body})
     assert seen[0] == seen[1]

@@ -250,7 +250,7 @@ def test_unsupported_text_format_error_names_the_field(text, param):
         ({"type": "allowed_tools", "tools": []}, "tool_choice", '{"type": "function", "name": ...}'),
     ],
 )
-def test_errors_of_tool_choice_have_the_form_of_this_protocol(choice, field, text):
+def test_tool_choice_errors_name_the_fields_of_this_protocol(choice, field, text):
     refused, _ = ask("x", tool_choice=choice)
     assert (refused.status_code, error_of(refused)["param"]) == (400, field)
     assert text in error_of(refused)["message"]

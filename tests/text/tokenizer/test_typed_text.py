@@ -86,7 +86,7 @@ def test_typed_text_leaves_messages_without_special_tokens_unchanged() -> None:
 
 
 @pytest.mark.parametrize("special", ["ab", "<0", "00"])
-def test_typed_text_ends_for_special_tokens_that_a_sentinel_may_contain(
+def test_inserting_a_sentinel_ends_even_if_it_contains_a_special_token(
     special: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("secrets.token_hex", lambda count: "0ab" * count)

@@ -64,7 +64,7 @@ class LoraConfig:
             inside = self.lora_folder.resolve()
             folder = (inside / given).resolve()
             return folder if folder != inside and folder.is_relative_to(inside) and folder.is_dir() else None
-        except (OSError, RuntimeError, ValueError):  # a name too long or with a null byte, or links in a circle
+        except (OSError, RuntimeError, ValueError):  # name too long or with a null byte; cycle of links
             return None
 
 

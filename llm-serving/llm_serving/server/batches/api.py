@@ -52,7 +52,7 @@ RETRY_AFTER_S: Final = 10.0
 KEPT_LEAST_S: Final = 3600
 """Minimum lifetime of a file in seconds (OpenAI's limit). The maximum is `KEPT_S`."""
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
-# The form parser logs each malformed form. The server's own log limits such lines.
+# The form parser logs each malformed form, without a limit. The server logs refused requests itself, with a limit.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 _FILES: Final = {**PAGE, "purpose": {"type": "string"}}
 
@@ -78,7 +78,7 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
                 raise RequestError("file", "is required, in a form of the kind multipart/form-data")
             if purpose != PURPOSE:
                 raise RequestError("purpose", f"must be {PURPOSE}", purpose)
-            "".join([*form, file.filename or ""]).encode()  # a charset such as UTF-7 can encode invalid characters
+            "".join([*form, file.filename or ""]).encode()  # refuses lone surrogates, which UTF-7 can encode
             name = (file.filename or "")[:MAX_FILENAME_CHARS]
             about = new_file(new_id("file"), name, PURPOSE, batches.now())
             if (seconds := _lifetime_s(form)) is not None:
@@ -88,7 +88,8 @@ async def create_file(engine: AsyncEngine, http_request: Request) -> Response:
     except HTTPException as error:  # raised by Starlette's form parser
         raise RequestError("body", f"must be a form of the kind multipart/form-data: {error.detail}") from None
     except UnicodeError:
-        raise RequestError("body", "must be a form whose names are text in its charset, by default UTF-8") from None
+        rule = "must be a form whose field and file names are valid text in its charset, by default UTF-8"
+        raise RequestError("body", rule) from None
     except TimeoutError:
         raise RequestTimeoutError("body", f"must arrive within {limits.body_timeout_s:g} seconds") from None
     return json_response(about)

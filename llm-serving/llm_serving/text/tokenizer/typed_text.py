@@ -27,7 +27,7 @@ class TypedText:
     def __init__(self, encode: Encode, special: Mapping[str, int], token_bytes: Callable[[int], bytes]) -> None:
         self._encode, self._token_bytes = encode, token_bytes
         names = sorted(text for text in special if len(text) > 1)
-        # Matches each first character of a special token, also of tokens that overlap.
+        # Matches the first character of every special token, even if special tokens overlap.
         self._pattern = re.compile(f"(?s)(?={'|'.join(map(re.escape, names))}).") if names else None
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 

@@ -161,7 +161,7 @@ class TokenizersVocabulary:
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except BaseException as error:
-            # The library raises bare Exception. A panic in Rust, for example in a regular expression, is none.
+            # The library raises Exception itself, or PanicException, a BaseException, if its Rust code panics.
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise RequestError("prompt", f"cannot be encoded by the model's tokenizer: {str(error)[:200]}") from None

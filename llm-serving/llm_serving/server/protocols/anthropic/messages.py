@@ -149,7 +149,7 @@ def _continues_last(turns: list[schemas.ConversationTurn]) -> bool:
 
 
 def _effort_of(engine: AsyncEngine, body: schemas.MessagesRequest | schemas.CountTokensRequest) -> str | None:
-    """Return the effort `none` if the request turns off reasoning that the answer could begin with, else None."""
+    """Return "none" if the request disables thinking and the answer could begin with reasoning, else None."""
     must_not_think = body.thinking is not None and body.thinking.type == "disabled"
     may_think = reasoning_format(engine) is not None and not _continues_last(body.messages)
     return "none" if must_not_think and may_think else None

@@ -100,8 +100,8 @@ def tools_of(tools: list[schemas.FunctionTool] | None) -> list[chat.Tool] | None
 
 
 def choice_of(choice: str | chat.JsonObject | None) -> str | chat.JsonObject | None:
-    """Convert a `tool_choice` to that of chat completions, which has the name of a function inside `function`. Raise
-    RequestError for any other object.
+    """Convert a `tool_choice` to that of chat completions, which has the name of a function inside `function`. Leave an
+    object that already has the key `function` unchanged. Raise RequestError for any other object.
     """
     if not isinstance(choice, dict) or "function" in choice:
         return choice
