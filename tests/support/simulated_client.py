@@ -248,6 +248,7 @@ def draw_clients(rng: random.Random, *, beams: bool, window: int | None = None) 
             client.beam_search = BeamSearchParams(
                 width=width, num_returned=rng.randint(1, width), early_stopping=rng.random() < 0.3
             )
+            client.sampling = replace(client.sampling, bad_words=())  # refused with a beam search
         if client.beam_search is None:
             _request_prompt_results(client, random.Random(f"{number} {num_prompt} {client.at_round}"))
         client.patience_s = _draw_patience(random.Random(f"patience {number} {num_prompt} {client.at_round}"))
