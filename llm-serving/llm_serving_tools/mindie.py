@@ -42,7 +42,7 @@ class Imported:
         for name, value in self.values.items():
             section, _, key = name.partition(".")
             sections.setdefault(section, {})[key] = value
-        lines = [f"# From {source} of MindIE.", *(f"# {note}" for note in self.notes), ""]
+        lines = [*(f"# {_one_line(text)}" for text in (f"From {source} of MindIE.", *self.notes)), ""]
         return "\n".join(lines) + yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
 
@@ -100,8 +100,9 @@ def _convert_devices(path: Path, given: Mapping[str, Any], imported: Imported) -
     if devices is None:
         return
     groups = devices if isinstance(devices, list) else []
-    if not groups or not all(isinstance(group, list) and group for group in groups):
-        raise ConfigError(f"{path}: {_BACKEND}npuDeviceIds must be a list of lists. Given: {shorten(devices)}")
+    if not groups or not all(isinstance(group, list) and group and all(map(_is_device, group)) for group in groups):
+        rule = "must be a list of lists of integers >= 0"
+        raise ConfigError(f"{path}: {_BACKEND}npuDeviceIds {rule}. Given: {shorten(devices)}")
     imported.values["serving_config.start_device_id"] = groups[0][0]
     if any(len(group) > 1 for group in groups):
         imported.notes.append(
@@ -123,6 +124,15 @@ def _convert_certificates(given: Mapping[str, Any], imported: Imported) -> None:
         return
     for key in ("serving_config.ssl_certfile", "serving_config.ssl_keyfile"):
         imported.values.pop(key, None)
+
+
+def _is_device(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _one_line(text: str) -> str:
+    """Escape line breaks and control characters, which would end a YAML comment or are invalid in it."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def _policy(value: Any) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
@@ -123,6 +124,14 @@ def test_mindie_import_names_keys_without_counterpart(tmp_path, capsys):
     assert all(f"# {note}" in captured.out and note in captured.err for note in notes)
 
 
+def test_mindie_import_keeps_names_with_line_breaks_within_comments(tmp_path):
+    imported = import_mindie(write(tmp_path, "ServerConfig.a\nserver_port: 1\x00", 7))
+    text = imported.as_yaml("b\nc.json")
+    assert yaml.safe_load(text)["serving_config"]["server_port"] == 1025
+    assert "# From b\\nc.json of MindIE.\n" in text
+    assert "# ServerConfig.a\\nserver_port: 1\\x00: 7 is not known\n" in text
+
+
 def test_mindie_import_notes_several_devices_of_a_model(tmp_path):
     notes = import_mindie(write(tmp_path, "BackendConfig.npuDeviceIds", [[0, 1, 2, 3]])).notes
     assert any("several devices" in note for note in notes)
@@ -144,6 +153,8 @@ def test_mindie_certificates_are_imported_if_https_is_enabled(tmp_path):
         ("BackendConfig.ScheduleConfig.supportSelectBatch", 1, "supportSelectBatch: scheduler_config.policy must be"),
         ("BackendConfig.ScheduleConfig.maxQueueDelayMicroseconds", [], "maxQueueDelayMicroseconds: model_config"),
         ("BackendConfig.npuDeviceIds", [0], "npuDeviceIds must be a list of lists"),
+        ("BackendConfig.npuDeviceIds", [["0"]], "npuDeviceIds must be a list of lists of integers >= 0"),
+        ("BackendConfig.npuDeviceIds", [[0], [-1]], "npuDeviceIds must be a list of lists of integers >= 0"),
         ("BackendConfig.modelInstanceNumber", 0, "modelInstanceNumber must be an integer"),
     ],
 )
