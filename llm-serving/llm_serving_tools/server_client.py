@@ -8,7 +8,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPException, HTTPResponse, InvalidURL
 from typing import Any, Final, TypeVar
 
@@ -78,7 +78,7 @@ def opened(
         with _sent(url, path, data, headers, method) as response:
             yield response
     except urllib.error.HTTPError as error:
-        raise ServerRefusal(_error_message(error.code, error.read(MAX_ERROR_BYTES))) from None
+        raise ServerRefusal(_error_message(error.code, _body_of(error))) from None
     except urllib.error.URLError as error:
         raise UnavailableError(f"no server answers at {url}: {error.reason}") from None
     except (OSError, HTTPException) as error:
@@ -106,6 +106,12 @@ def _sent(url: str, path: str, data: bytes | None, headers: dict[str, str], meth
     except (InvalidURL, ValueError) as error:
         raise ConfigError(f"--url must be the address of a server: {error}. Given: {url!r}") from None
     return answer
+
+
+def _body_of(error: urllib.error.HTTPError) -> bytes:
+    with suppress(OSError, HTTPException):  # the connection may break within the body
+        return error.read(MAX_ERROR_BYTES)
+    return b""
 
 
 def _error_message(status: int, content: bytes) -> str:

@@ -1,6 +1,9 @@
 """Errors of an invalid URL or API key are one line."""
 
 import argparse
+import contextlib
+import socket
+import threading
 
 import pytest
 from llm_serving.cli.main import main
@@ -57,3 +60,17 @@ def test_server_call_refuses_an_invalid_key_without_showing_it(capsys, key):
     error = capsys.readouterr().err
     assert "an API key must consist of printable ASCII characters" in error
     assert "key-of" not in error
+
+
+def test_error_whose_body_breaks_off_is_reported_by_its_status(capsys):
+    def answer():
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 503 x\r\nTransfer-Encoding: chunked\r\n\r\n400\r\nabc")
+
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert main(["reload", "--port", str(listener.getsockname()[1])]) == 1
+        thread.join()
+    assert capsys.readouterr().err == "error: 503: ''\n"
