@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -107,6 +108,30 @@ def test_chat_slash_commands_edit_show_and_save_the_conversation(client: ChatCli
     assert [each["content"] for each in json.loads(path.read_text())["messages"]] == ["a", "Hello world"]
     assert talk(client, ["/reset", "/undo", "/save", "/save /no/such/place", "/quit", "never said"]).count("\n") == 4
     assert client.messages == []
+
+
+def test_chat_saves_any_text_and_reports_any_bad_file_name(client: ChatClient, tmp_path: Any) -> None:
+    path = tmp_path / "talk.json"
+    shown = talk(client, ["/system \udcff", f"/save {path}", "/save ~no-such-user/x", "/save a\0b", "/quit"])
+    assert json.loads(path.read_text())["system"] == "\udcff"
+    assert shown.count("error: ") == 2
+
+
+def test_chat_keeps_the_last_turn_if_a_retry_gets_no_answer(engine: FakeEngine, client: ChatClient) -> None:
+    talk(client, ["a"])
+    engine.script = Script((Piece("b"),), error="the WorkAgent died")
+    assert "error: the WorkAgent died" in talk(client, ["/retry"])
+    assert turns(client) == [("user", "a"), ("assistant", "Hello world")]
+
+
+def test_chat_reads_input_that_is_no_text(client: ChatClient, capsys: Any, monkeypatch: Any) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(b"/save \xff\0\n/quit\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stream)
+    assert main.main(["chat", "--url", client.url]) == 0
+    assert "error: \ufffd" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main.main(["chat", "--url", client.url]) == 2
+    assert "standard input, which is closed" in capsys.readouterr().err
 
 
 def test_chat_replaces_control_characters(engine: FakeEngine, client: ChatClient) -> None:

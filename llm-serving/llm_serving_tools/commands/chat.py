@@ -5,6 +5,7 @@ Ctrl-C ends the response that is being written, not the program. Ctrl-D or /quit
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -265,11 +266,17 @@ def _set(chat: Chat, rest: str) -> None:
 
 
 def _retry(chat: Chat, rest: str) -> None:
+    messages = chat.client.messages
+    before = [*messages]
     text = chat.client.remove_last_turn()
     if text is None:
         chat.say("(no message yet)")
-    else:
+        return
+    try:
         chat.answer(text)
+    finally:
+        if len(messages) < len(before):  # no answer arrived: keep the previous one
+            messages[:] = before
 
 
 def _undo(chat: Chat, rest: str) -> None:
@@ -288,9 +295,10 @@ def _save(chat: Chat, rest: str) -> None:
         return
     content = {"system": chat.client.system, "messages": chat.client.messages}
     try:
-        Path(rest).expanduser().write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        chat.say(f"error: {rest}: {error.strerror or error}")
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        Path(rest).expanduser().write_text(text, encoding="utf-8", errors="backslashreplace")  # a JSON escape
+    except (OSError, RuntimeError, ValueError) as error:  # also a user without home folder, or a null character
+        chat.say(f"error: {rest}: {getattr(error, 'strerror', None) or error}")
 
 
 def _models(chat: Chat, rest: str) -> None:
@@ -324,6 +332,10 @@ def read_value(text: str) -> Any:
 
 def chat(client: ChatClient) -> None:
     """Chat in the terminal. Raise LLMServingError if the server does not answer the first time or refuses the key."""
+    if sys.stdin is None:
+        raise ConfigError("chat reads messages from standard input, which is closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     models = client.served_models()
     with suppress(ImportError):  # line editing and history, where Python has readline
         import readline  # noqa: F401
