@@ -50,6 +50,18 @@ def test_file_run_resumes_after_an_interruption(tmp_path):
     assert [each["custom_id"] for each in lines(tmp_path / "out.jsonl")] == list("abc")
 
 
+def test_file_run_does_not_overwrite_its_input(tmp_path):
+    content = jsonl(line("a"))
+    for name in ("out.jsonl", "out.jsonl.errors"):
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / "in.jsonl").symlink_to(name)
+        with pytest.raises(ConfigError, match=f"must be other files than IN. Given: .*/{name}$"):
+            run(FakeEngine(), tmp_path)
+        assert (tmp_path / name).read_bytes() == content
+        (tmp_path / "in.jsonl").unlink()
+        (tmp_path / name).unlink()
+
+
 def test_file_run_refuses_another_input(tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl(line("a")))
     with pytest.raises(WorkerDiedError):
