@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from support.server_process import free_ports
 
 @contextmanager
 def a_process(script="echo ready; exec sleep 600"):
-    """Start a process in blocked of a server; return once it has printed that it is ready."""
+    """Start a process in place of a server; return once it has printed that it is ready."""
     process = subprocess.Popen(["/bin/sh", "-c", script], stdout=subprocess.PIPE, text=True)
     with process:
         try:
@@ -218,6 +219,27 @@ class TestStart:
         # A process that was stopped before it wrote its pid has no file.
         pid = (tmp_path / "pid").read_text().strip() if (tmp_path / "pid").exists() else ""
         assert not pid or not psutil.pid_exists(int(pid))
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+    def test_start_that_is_ended_ends_the_server(self, tmp_path, run_instead, monkeypatch, number):
+        (port,) = free_ports(1)
+        run_instead("exec sleep 600")
+        started = []
+
+        def listens(record):
+            started.append(psutil.Process(record.pid))
+            assert len(started) == 1, "the signal had no effect"
+            os.kill(os.getpid(), number)
+
+        monkeypatch.setattr(background_server, "_listens", listens)
+        before = signal.signal(number, lambda *_: None)  # so that a failure does not end the tests
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                start(a_config(port), [], tmp_path)
+        finally:
+            signal.signal(number, before)
+        assert has_ended(started[0])
+        assert not (tmp_path / str(port) / "server.json").exists()
 
     def test_start_refuses_one_of_two_concurrent_starts(self, tmp_path, run_instead):
         (port,) = free_ports(1)

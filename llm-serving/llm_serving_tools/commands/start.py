@@ -11,6 +11,7 @@ from llm_serving.cli.arguments import add_config_arguments, load_servable, say
 from llm_serving.config.schema import ServingConfig
 
 from llm_serving_tools.background_server import add_run_dir, short, start_silently
+from llm_serving_tools.signals import ended_in_order
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,8 @@ def _serve_arguments(arguments: argparse.Namespace) -> list[str]:
 
 
 def start(config: ServingConfig, serve_arguments: Sequence[str], run_dir: Path) -> int:
-    log = start_silently(config, serve_arguments, run_dir)
+    with ended_in_order():
+        log = start_silently(config, serve_arguments, run_dir)
     say(f"serving {config.model.model_name} on {config.serving.url}  (log: {short(log)})")
     print(curl_line(config))
     return 0
