@@ -129,6 +129,25 @@ class TestStop:
             assert not is_alive(second)
             assert not any(path.exists() for path in paths)
 
+    def test_stop_keeps_the_record_of_a_server_started_meanwhile(self, tmp_path, monkeypatch):
+        with a_process() as first, a_process() as second:
+            path, later = write(tmp_path, record_of(first.pid)), msgspec.json.encode(record_of(second.pid))
+            monkeypatch.setattr(background_server, "say", lambda text: path.write_bytes(later))
+            assert stop(tmp_path, 8835) == 0
+            assert path.read_bytes() == later
+            assert is_alive(second)
+
+    def test_stop_reports_a_server_of_another_user(self, tmp_path, monkeypatch):
+        def terminate(process):
+            raise psutil.AccessDenied(process.pid)
+
+        with a_process() as process:
+            path = write(tmp_path, record_of(process.pid))
+            monkeypatch.setattr(psutil.Process, "terminate", terminate)
+            with pytest.raises(ConfigError, match=rf"on port 8835 \(pid {process.pid}\) must be stopped by the user"):
+                stop(tmp_path, 8835)
+        assert path.exists()
+
     def test_stop_waits_for_the_log_of_an_ended_server(self, tmp_path, monkeypatch):
         awaited = []
         monkeypatch.setattr(background_server, "_wait_for_log", lambda keeper: awaited.append(keeper.pid))

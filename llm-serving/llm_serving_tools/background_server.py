@@ -165,11 +165,16 @@ def stop(run_dir: Path, port: int | None) -> int:
         process = record.process()
         if process is not None:
             count += 1
-            _end(process, record.stop_timeout_s)
+            try:
+                _end(process, record.stop_timeout_s)
+            except psutil.AccessDenied:
+                rule = "must be stopped by the user who started it"
+                raise ConfigError(f"the server on port {record.port} (pid {record.pid}) {rule}") from None
             say(f"stopped the server on port {record.port} (pid {record.pid})")
         if (keeper := record.keeper()) is not None:
             _wait_for_log(keeper)
-        (folder / "server.json").unlink(missing_ok=True)
+        if _read(folder) == record:  # otherwise another server was started meanwhile
+            (folder / "server.json").unlink(missing_ok=True)
     if not count:
         say("no server was running" if port is None else f"no server was running on port {port}")
     return 0
