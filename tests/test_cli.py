@@ -1,5 +1,6 @@
 """The console command: exit codes, output streams, and the configuration that the master receives."""
 
+import getpass
 import io
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import llm_serving
 import msgspec
@@ -389,6 +391,16 @@ def test_hash_key_refuses_invalid_keys(capsys, monkeypatch, text):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "error: an API key must be 16 to 512 printable ASCII characters without spaces\n"
+
+
+def test_hash_key_refuses_input_that_ends_or_is_no_text(capsys, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(getpass, "getpass", Mock(side_effect=EOFError))
+    for stream in (terminal, io.TextIOWrapper(io.BytesIO(b"\xff\xff\n"), encoding="utf-8")):
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert main(["hash-key"]) == 2
+        assert "an API key must be 16 to 512" in capsys.readouterr().err
 
 
 @pytest.fixture

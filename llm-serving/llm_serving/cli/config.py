@@ -40,7 +40,10 @@ def run_hash_key(arguments: argparse.Namespace) -> int:
     # The key comes from standard input, because an argument stays in the shell's history and the list of processes.
     if sys.stdin is None:  # closed
         raise ConfigError("hash-key reads the API key from standard input, which is closed")
-    key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline()
+    try:
+        key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline()
+    except (EOFError, UnicodeDecodeError):
+        key = ""
     key = key.strip()
     if not API_KEY.fullmatch(key):
         raise ConfigError("an API key must be 16 to 512 printable ASCII characters without spaces")
