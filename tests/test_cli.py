@@ -336,6 +336,14 @@ def run_command(arguments, **options):
     return subprocess.run(command, stderr=subprocess.PIPE, check=False, timeout=60, **options)
 
 
+@pytest.mark.parametrize("text", ["010", "-08"])
+def test_flag_refuses_a_number_that_yaml_reads_otherwise(capsys, text):
+    assert main(["config", "check", f"--max-num-seqs={text}"]) == 2
+    error = capsys.readouterr().err
+    assert "`model_config.decode_batch_size` must be" in error
+    assert f"Given: '{text}'" in error
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["version"], ["config", "reference"]])
 def test_unwritable_output_is_an_error_without_traceback(arguments, unbuffered):
