@@ -12,6 +12,7 @@ import random
 import resource
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,7 +144,10 @@ async def run_load(
                 keep(_failed(index, job, now, now, now, "the run was interrupted"))
     wall_s = time.perf_counter() - start
     client_cpu_share = (_cpu_s() - cpu_before) / wall_s
-    server_cpu = await server_cpu_s(http) if server_cpu_before is not None else None
+    server_cpu = None
+    if server_cpu_before is not None:
+        with suppress(HttpError):  # a server that ended during the run must not cost the records
+            server_cpu = await server_cpu_s(http)
     taken = None if server_cpu is None or server_cpu_before is None else server_cpu - server_cpu_before
     return Run(list(records.values()), wall_s, client_cpu_share, taken)
 

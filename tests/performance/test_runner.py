@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from load_test import runner
 from load_test.api_client import GenerationOptions
-from load_test.http_client import HttpClient
+from load_test.http_client import HttpClient, HttpError
 from load_test.metrics import RequestRecord
 from load_test.runner import Job, Load, plan, run_load
 from load_test.workload import Prompt
@@ -35,6 +35,22 @@ def test_interrupted_run_records_unanswered_requests(fake_server):
         (2, "the run was interrupted"),
         (3, "the run was interrupted"),
     ]
+
+
+def test_records_are_kept_if_the_server_ends_during_the_run(fake_server, monkeypatch):
+    scrapes = []
+
+    async def scrape(http):
+        scrapes.append(http)
+        if len(scrapes) > 1:
+            raise HttpError("connection refused")
+        return 1.0
+
+    monkeypatch.setattr(runner, "server_cpu_s", scrape)
+    http, jobs = HttpClient("127.0.0.1", fake_server.port), [Job(Prompt("Hello", "ok", "greet"), 4)]
+    result = asyncio.run(run_load(http, OPTIONS, jobs, Load(), lambda record: None))
+    assert [record.error for record in result.records] == [None]
+    assert result.server_cpu_s is None
 
 
 def test_reference_tokens_are_counted_once_for_each_text_if_the_server_can(fake_server):
