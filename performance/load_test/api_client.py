@@ -129,6 +129,8 @@ def _openai_event(data: bytes) -> _Event:
         if not event["choices"]:  # the last event, which carries only the usage
             return _Event("", None, False, count)
         text, finish_reason = event["choices"][0]["text"], event["choices"][0].get("finish_reason")
+        if not isinstance(text, str):
+            raise TypeError
         # An event without text still has a token (half a character), unless it only has the finish reason.
         return _Event(text, finish_reason, bool(text) or not finish_reason, count)
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -135,6 +135,7 @@ def test_openai_client_fails_for_an_incomplete_stream():
         (b'data: {"error": {"message": "the WorkAgent died"}}\n\n', "^the WorkAgent died$"),
         (b"data: not json\n\n", "not a completion event: not json"),
         (b'data: {"choices": [1]}\n\n', "not a completion event"),
+        (b'data: {"choices": [{"text": null, "finish_reason": null}]}\n\n', "not a completion event"),
         (b"data: []\n\n", "not a completion event"),
     ],
 )
