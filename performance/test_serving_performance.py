@@ -9,6 +9,7 @@ Exit status: 0 when every request was answered, 1 when some failed, 2 when the r
 import argparse
 import asyncio
 import json
+import math
 import resource
 import sys
 from dataclasses import asdict, replace
@@ -36,8 +37,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     load.add_argument(
         "--concurrency", type=_positive(int), help="closed loop with this number of clients, in place of -X"
     )
-    load.add_argument("--arrivals", choices=("poisson", "fixed", "burst"), default="poisson", help="gaps with -X")
-    load.add_argument("--burst-size", type=_positive(int), default=8, help="requests at once with --arrivals burst")
+    load.add_argument("--arrivals", choices=("poisson", "fixed", "burst"), help="gaps with -X; default: poisson")
+    load.add_argument("--burst-size", type=_positive(int), help="requests at once with --arrivals burst; default: 8")
     load.add_argument("--seed", type=int, default=1, help="seed of the arrivals and of the choice of prompts")
     load.add_argument(
         "--warmup", type=int, default=0, metavar="N", help="prompts of the run sent first and not counted"
@@ -82,6 +83,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("with -X give either -T (seconds) or --num-requests")
     if args.concurrency is not None and args.time is not None:
         parser.error("-T needs -X; a closed loop needs --num-requests")
+    if args.arrivals is not None and args.rate is None:
+        parser.error("--arrivals needs -X; a closed loop sends a request after each answer")
+    if args.burst_size is not None and args.arrivals != "burst":
+        parser.error("--burst-size needs --arrivals burst")
     if args.ignore_eos and args.api != "openai":
         parser.error("--ignore-eos needs --api openai; the legacy route has no such parameter")
     if args.priority is not None and args.api != "openai":
@@ -92,8 +97,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def _positive(kind: type[float] | type[int]) -> Any:
     def convert(text: str) -> float | int:
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"must be > 0. Given: {text}")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a finite number > 0. Given: {text}")
         return value
 
     convert.__name__ = kind.__name__  # for the error of argparse
@@ -118,7 +123,7 @@ def make_load(args: argparse.Namespace, num_requests: int) -> Load:
     if args.arrivals == "fixed":
         return Load(runner.fixed(args.rate, num_requests))
     if args.arrivals == "burst":
-        return Load(runner.burst(args.rate, num_requests, args.burst_size))
+        return Load(runner.burst(args.rate, num_requests, args.burst_size or 8))
     return Load(runner.poisson(args.rate, num_requests, args.seed))
 
 
@@ -158,7 +163,7 @@ def write_json(args: argparse.Namespace, result: Run, summary: Summary) -> None:
     document = {
         "settings": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
         "machine": report.describe(),
-        "summary": asdict(summary)
+        "summary": report.without_nan(asdict(summary))
         | {
             "client_cpu_share": result.client_cpu_share,
             "server_cpu_s": result.server_cpu_s,
@@ -180,7 +185,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     _raise_open_files_limit()
     try:
+        for folder in (args.out, *([] if args.json is None else [args.json.parent])):
+            folder.mkdir(parents=True, exist_ok=True)
         result = asyncio.run(run(args))
+    except OSError as error:
+        print(f"error: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+        return 2
     except (ValueError, workload.DatasetError, PreflightError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from load_test.metrics import Distribution, ExactMatch, RequestRecord, ServiceLevel, Summary
 
@@ -68,6 +68,13 @@ def table(
         _distribution("latency", summary.latency_ms),
     ]
     return "\n".join([f"{name:<24}{value}" for name, value in counts] + ["-" * 54] + rows)
+
+
+def without_nan(value: Any) -> Any:
+    """Return decoded JSON with null in place of NaN, which JSON has no form for."""
+    if isinstance(value, dict):
+        return {name: without_nan(each) for name, each in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def failures(records: Sequence[RequestRecord]) -> list[str]:

@@ -139,7 +139,10 @@ def test_load_test_explains_why_it_cannot_start(run, fake_server, capsys):
         ([], "give either -X (requests per second) or --concurrency (closed loop)"),
         (["-X", "1", "--concurrency", "1"], "give either -X"),
         (["-X", "1"], "with -X give either -T (seconds) or --num-requests"),
-        (["-X", "0", "-T", "1"], "must be > 0. Given: 0"),
+        (["-X", "0", "-T", "1"], "must be a finite number > 0. Given: 0"),
+        (["-X", "inf", "-T", "1"], "must be a finite number > 0. Given: inf"),
+        (["--concurrency", "1", "--arrivals", "poisson"], "--arrivals needs -X"),
+        (["-X", "1", "-T", "1", "--burst-size", "4"], "--burst-size needs --arrivals burst"),
         (["--concurrency", "1", "-T", "1"], "-T needs -X"),
         (["--concurrency", "1", "--ignore-eos"], "--ignore-eos needs --api openai"),
         (["--concurrency", "1", "--priority", "0"], "--priority needs --api openai"),
@@ -149,6 +152,24 @@ def test_load_test_refuses_contradictory_options(options, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.parse_args(options)
     assert message in capsys.readouterr().err
+
+
+def test_load_test_reports_an_unwritable_folder_before_it_starts(run, fake_server, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for options in (["-O", "file"], ["--json", "file/run.json"]):
+        assert run([item("Hello")], "--concurrency", "1", *options) == 2
+        assert "error: file: File exists" in capsys.readouterr().err
+    assert fake_server.bodies == []
+
+
+def test_load_test_writes_null_where_nothing_was_measured(run, tmp_path):
+    assert run([item("Hello")], "--concurrency", "1", "--json", "new/run.json") == 0
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    summary = json.loads((tmp_path / "new" / "run.json").read_text(), parse_constant=refuse)["summary"]
+    assert summary["tpot_ms"] == {"mean": None, "p50": None, "p99": None}
 
 
 def test_load_test_shows_a_progress_bar_on_a_terminal():
