@@ -66,7 +66,7 @@ export class Replay {
     const computed = new Set(step.rows.map(([who]) => who));
     const blocks = new Map(step.running);
     const most = Math.max(...step.rows.map(([, , number]) => number));
-    this.#fill("computed", step.rows.map(([who, first, number, samples]) => this.#row(who, first < this.story.requests[who].prompt ? "prefill" : number > Math.max(1, samples) ? "again" : "decode", number / most,
+    this.#fill("computed", step.rows.map(([who, first, number, samples]) => this.#row(who, phaseOfRow([who, first, number, samples], this.story.requests[who].prompt), number / most,
       `tokens ${count(first)}${number > 1 ? ` to ${count(first + number - 1)}` : ""}${samples ? "" : ", none chosen"}`, blocks.get(who))));
     this.#fill("left", step.running.filter(([who]) => !computed.has(who)).map(([who, held]) => this.#row(who, "paused", 0, "", held)));
     this.#fill("waiting", step.waiting.map((who) => this.#row(who, "queue", 0, who === step.next ? `next: ${step.reason}` : this.#behind(step, who), undefined)), step.numWaiting);
@@ -200,9 +200,15 @@ export class Replay {
   }
 }
 
+/** A row that computes more tokens than it samples, after its prompt, computes tokens again. */
+export function phaseOfRow([, first, number, samples], prompt) {
+  if (first < prompt) return "prefill";
+  return number > Math.max(1, samples) ? "again" : "decode";
+}
+
 function phaseOf(step, who, request) {
   const row = step.rows.find(([each]) => each === who);
-  if (row) return row[1] < request.prompt ? "prefill" : row[2] > 1 ? "again" : "decode";
+  if (row) return phaseOfRow(row, request.prompt);
   if (step.running.some(([each]) => each === who)) return "paused";
   if (step.preempted.some(([each]) => each === who)) return "preempted";
   return step.waiting.includes(who) ? "queue" : "";
