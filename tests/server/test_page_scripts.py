@@ -38,6 +38,11 @@ def run(tmp_path):
     return run
 
 
+def test_page_rounds_a_duration_to_whole_minutes(run):
+    durations = "[3599e3, 7169e3, 7170e3, 36e5].map(duration)"
+    assert run("dom.js", "duration", durations) == ["59 min 59 s", "1 h 59 min", "2 h 0 min", "1 h 0 min"]
+
+
 def test_replay_page_shows_verified_draft_tokens_as_decoding(run):
     rows = "[[0, 2, 2, 0], [0, 4, 1, 1], [0, 4, 3, 3], [0, 4, 3, 1], [0, 4, 3, 0]]"
     phases = ["prefill", "decode", "decode", "again", "again"]
