@@ -47,3 +47,8 @@ def test_replay_page_shows_verified_draft_tokens_as_decoding(run):
     rows = "[[0, 2, 2, 0], [0, 4, 1, 1], [0, 4, 3, 3], [0, 4, 3, 1], [0, 4, 3, 0]]"
     phases = ["prefill", "decode", "decode", "again", "again"]
     assert run("replay.js", "phaseOfRow", f"{rows}.map((row) => phaseOfRow(row, 4))") == phases
+
+
+def test_page_reports_a_key_that_no_header_can_have(run):
+    message = 'await ask("v1/models").catch((error) => error.message)'
+    assert run("api.js", "ask", message) == "the key has characters that no API key has"
