@@ -59,7 +59,8 @@ export class Timeline {
     this.left = all.length - this.rows.length;
     this.numChosen = chosen.length;
     const ends = all.flatMap((each) => each.events.map((event) => event.ts + event.dur));
-    this.whole = [Math.min(0, ...all.flatMap((each) => each.events.map((event) => event.ts))), ends.reduce((most, each) => Math.max(most, each), 1)];
+    const starts = all.flatMap((each) => each.events.map((event) => event.ts));
+    this.whole = [starts.reduce((least, each) => Math.min(least, each), 0), ends.reduce((most, each) => Math.max(most, each), 1)];
     const own = chosen.flatMap((each) => each.events);
     if (own.length) {
       const start = own[0].ts;

@@ -54,6 +54,7 @@ export class Why {
       if (first || over) this.timeline.load(requests.map((each) => each.id));
       if (!over && this.node.isConnected) this.timer = setTimeout(() => this.#load(false), AGAIN_MS);
     } catch (error) {
+      if (id !== this.id) return;
       this.error.hidden = false;
       say(this.error, error.message);
     }
