@@ -74,6 +74,11 @@ def test_setup_finds_its_folder_in_spite_of_cdpath(tmp_path: Path) -> None:
     assert done.stdout == f"{SETUP.parents[1].resolve()}\n"
 
 
+def test_setup_makes_the_path_of_the_environment_absolute() -> None:
+    done = run('cd /usr; source "$root/scripts/setup.sh"; echo "$venv"', LLM_SERVING_VENV="my env")
+    assert done.stdout == "/usr/my env\n"
+
+
 def fake_venv(folder: Path, pip: str) -> Path:
     """Create a virtual environment whose `python` is a shell script: it finds pip, and runs `pip` to install."""
     (folder / "bin").mkdir(parents=True)
