@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import yaml
 from llm_serving.cli.main import main
 from llm_serving.config import load_config
 from llm_serving.errors import ConfigError
-from llm_serving_tools.mindie import import_mindie
+from llm_serving_tools.commands import import_mindie as import_command
+from llm_serving_tools.mindie import Imported, import_mindie
 from support.small_model import write_small_model
 
 CONFIG: dict[str, Any] = {
@@ -169,3 +172,22 @@ def test_mindie_import_refuses_other_json_files(tmp_path, content, capsys):
     path.write_text(content)
     assert main(["config", "import", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
+
+
+def test_mindie_import_leaves_no_incomplete_file(tmp_path, monkeypatch, capsys):
+    source, output = write(tmp_path, "ServerConfig.port", 1025), tmp_path / "out.yaml"
+
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def open_full(path, *arguments, **options):
+        path.touch(exist_ok=False)
+        return Full()
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "open", open_full)
+        patches.setattr(import_command, "import_mindie", lambda path: Imported())
+        assert main(["config", "import", str(source), "--output", str(output)]) == 2
+    assert f"{output}: No space left on device" in capsys.readouterr().err
+    assert not output.exists()

@@ -20,7 +20,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         with arguments.output.open("x", encoding="utf-8") as file:
-            file.write(text)
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:  # for example, the disk is full
+                arguments.output.unlink()
+                raise
     except OSError as error:
         raise ConfigError(f"{arguments.output}: {error.strerror or error}") from None
     say(f"{arguments.output}: done")
