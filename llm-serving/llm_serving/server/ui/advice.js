@@ -1,4 +1,4 @@
-// What another value of a key would have made of the last minutes; asked for by a button, as it takes a minute.
+// What another value of a key would have made of the last minutes; asked for by a button, as it takes minutes.
 
 import { askJson } from "./api.js";
 import { count, el, plural, say } from "./dom.js";
@@ -14,7 +14,7 @@ export class AdvicePanel {
   async #ask() {
     this.button.disabled = true;
     this.list.replaceChildren();
-    say(this.message, "Playing; this takes up to two minutes. The server goes on meanwhile.");
+    say(this.message, "Playing; this takes up to four minutes. The server goes on meanwhile.");
     try {
       this.#draw(await askJson("v1/scheduler/advice?minutes=5"));
     } catch (error) {
