@@ -46,6 +46,8 @@ from llm_serving.worker import model_runner
 
 OUTPUT_LEN = 128
 
+TESTS = ("A", "B", "C", "S", "L")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
@@ -187,7 +189,7 @@ def _bytes_of_a_step(counts: Sequence[int]) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="Hugging Face folder, or `demo`")
-    parser.add_argument("--tests", type=lambda text: text.split(","), default=["A", "B", "C"], metavar="A,B,C")
+    parser.add_argument("--tests", type=_tests, default=["A", "B", "C"], metavar="A,B,C")
     parser.add_argument("--batch", type=_integers, default=[32, 128], metavar="32,128", help="sizes of tests B and S")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quantization", choices=tuple(QuantizationName), help="how weights are kept")
@@ -198,6 +200,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--long-prompt", type=int, default=1024, metavar="TOKENS", help="the prompt of test C")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
+
+
+def _tests(text: str) -> list[str]:
+    tests = text.split(",")
+    if not set(tests) <= set(TESTS):
+        raise argparse.ArgumentTypeError(f"must be some of {', '.join(TESTS)}, separated by commas. Given: {text}")
+    return tests
 
 
 def _integers(text: str) -> list[int]:

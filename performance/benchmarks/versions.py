@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -144,12 +145,25 @@ def _work(folder: str, *settings: str) -> None:
         print(json.dumps({"rate": rate}), flush=True)
 
 
+def _tests(text: str) -> list[str]:
+    tests = text.split(",")
+    if not all(re.fullmatch("A|B[1-9][0-9]*|C", test) for test in tests):
+        raise argparse.ArgumentTypeError(f"must be A, C, or B with a number, separated by commas. Given: {text}")
+    return tests
+
+
+def _pairs(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 2. Given: {text}")
+    return int(text)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--other", default=sys.executable, metavar="PYTHON", help="interpreter of the other version")
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="Hugging Face folder, or `demo`")
-    parser.add_argument("--tests", type=lambda text: text.split(","), default=["A", "B32", "B128", "C"])
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--tests", type=_tests, default=["A", "B32", "B128", "C"], metavar="A,B32,C")
+    parser.add_argument("--pairs", type=_pairs, default=15, help="2 or more; quartiles need two")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quantization", default="", metavar="FORMAT", help="as in the YAML, where both know it")
     parser.add_argument("--num-blocks", type=int, default=2304, help="blocks of 16 tokens in the cache")

@@ -1,3 +1,4 @@
+import pytest
 from benchmarks import engine as benchmark
 from harness.figures import Stopwatch
 from llm_serving.worker import model_runner
@@ -18,3 +19,9 @@ def test_engine_benchmark_times_functions_that_the_loop_calls():
     with Stopwatch().on(*of_the_loop):
         engine.submit(create_request(max_tokens=2))
         harness.run()
+
+
+def test_engine_benchmark_refuses_an_unknown_test(capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(["--model", "demo", "--tests", "A,Q"])
+    assert "must be some of A, B, C, S, L, separated by commas. Given: A,Q" in capsys.readouterr().err
