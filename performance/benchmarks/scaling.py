@@ -28,6 +28,7 @@ from llm_serving.config import load_config
 from llm_serving.config.yaml_reader import read_value
 from llm_serving_simulator.figures import Figures, Outcome, SimulationResult, figures_of
 from llm_serving_simulator.profile import CostModel, CostTerm, Profile, read_profile
+from llm_serving_simulator.report import profile_source
 from llm_serving_simulator.simulation import Simulation
 from llm_serving_simulator.workload import Workload, parse_workload
 
@@ -126,8 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     write = sys.stdout.write
     write(
         f"Simulated, seed {arguments.seed}: {RATE:g} requests/s a replica, {arguments.requests} requests each; "
-        f"{profile}; CPU time of a master: {arguments.request_us:g} us a request, {arguments.step_us:g} a step, "
-        f"{arguments.token_us:g} a token\n\n"
+        f"{profile_source(profile)}; CPU time of a master: {arguments.request_us:g} us a request, "
+        f"{arguments.step_us:g} a step, {arguments.token_us:g} a token\n\n"
         "| replicas | tokens/s | a replica | in time | TTFT p50, ms | p99 | TPOT p50, ms | p99 | master busy "
         "| fairness | simulated in, s |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )
@@ -236,7 +237,7 @@ def plot(rows: Sequence[Row], profile: Profile, path: Path) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"simulated; {profile}", fontsize=8)
+    figure.suptitle(f"simulated; {profile_source(profile)}", fontsize=8)
     figure.savefig(path, metadata={"Date": None})
 
 

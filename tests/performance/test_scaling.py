@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from benchmarks.scaling import PUBLISHED, load, play, shares_of_masters, with_master
+from benchmarks.scaling import PUBLISHED, load, main, play, shares_of_masters, with_master
 from llm_serving_simulator.profile import read_profile
 
 
@@ -37,3 +37,10 @@ def test_scaling_distributes_the_workload_over_masters(exponent: float) -> None:
 def test_scaling_shows_a_master_overloaded_by_a_large_tenant() -> None:
     assert shares_of_masters(64, 0.0)[-1] < 1.6
     assert shares_of_masters(64, 1.0)[-1] > 5
+
+
+def test_scaling_states_the_source_of_the_step_times(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--replicas", "1", "--masters", "", "--requests", "5"]) == 0
+    head = capsys.readouterr().out.partition("\n")[0]
+    assert "; NOT MEASURED: times of Llama-2-7B float16 on the contest's NPU are figures of the older servers'" in head
+    assert "CostTerm" not in head
