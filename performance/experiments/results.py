@@ -78,7 +78,7 @@ def markdown(bench: Bench, result: Result) -> str:
 
 def document(bench: Bench, result: Result) -> dict[str, Any]:
     """Return the result with the raw timestamps, from which other figures can be computed."""
-    return {
+    values = {
         "title": result.title,
         "load": result.load,
         "machine": report.describe(),
@@ -92,6 +92,8 @@ def document(bench: Bench, result: Result) -> dict[str, Any]:
         "server_totals": bench.server_totals,
         "trials": [asdict(trial) for trial in bench.trials],
     }
+    document: dict[str, Any] = report.without_nan(values)
+    return document
 
 
 def write(bench: Bench, result: Result, folder: Path, name: str) -> None:

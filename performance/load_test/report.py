@@ -74,6 +74,8 @@ def without_nan(value: Any) -> Any:
     """Return decoded JSON with null in place of NaN, which JSON has no form for."""
     if isinstance(value, dict):
         return {name: without_nan(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(each) for each in value]
     return None if isinstance(value, float) and math.isnan(value) else value
 
 

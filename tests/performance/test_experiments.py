@@ -157,13 +157,14 @@ def test_experiment_fails_after_a_bound_violation_or_a_restart():
 
 def test_experiment_results_are_json(served):
     class Result:
-        title, load, tables = "t", "l", {"x": Table(["a"], [[1]])}
+        title, load, tables = "t", "l", {"x": Table(["a"], [[1, float("nan")]])}
 
     served.bench.server_totals["a"] = {
         "llm_serving:bound_violations_total": 0.0,
         "llm_serving:worker_restarts_total": 0.0,
     }
-    assert json.loads(json.dumps(document(served.bench, Result())))["tables"]["x"]["rows"] == [[1]]
+    text = json.dumps(document(served.bench, Result()), allow_nan=False)
+    assert json.loads(text)["tables"]["x"]["rows"] == [[1, None]]
 
 
 def make_refused(predicted_s: float, *attempts: tuple[float, float | None], first_token_s: float) -> RequestRecord:
