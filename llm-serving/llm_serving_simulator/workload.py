@@ -267,7 +267,8 @@ def _lengths(value: Any) -> DrawLength:
             low, high = integer(1)(value["low"]), integer(value["low"])(value["high"])
             return lambda rng: rng.randint(low, high)
         case ["median", "p99"]:
-            median, p99 = number(1)(value["median"]), number(value["median"])(value["p99"])
+            median = number(1)(value["median"])
+            p99 = number(median)(value["p99"])
             sigma = math.log(p99 / median) / NormalDist().inv_cdf(0.99)
             return lambda rng: min(MAX_INTEGER, max(1, round(median * math.exp(sigma * rng.gauss(0, 1)))))
         case ["values"] if isinstance(value["values"], dict):

@@ -104,3 +104,11 @@ def test_invalid_workload_error_has_a_line(tmp_path, before, after, error):
     assert before in WORKLOAD
     with pytest.raises(ConfigError, match=error):
         read_workload(write(tmp_path / "load.yaml", WORKLOAD.replace(before, after, 1)))
+
+
+def test_median_and_p99_may_have_an_exponent(tmp_path: Path) -> None:
+    path = tmp_path / "load.yaml"
+    lengths = "prompt_tokens: {median: 1e2, p99: 1e2}, answer_tokens: {median: 1.0e1, p99: 1e1}"
+    path.write_text(f"streams: {{a: {{rate: 1, requests: 3, {lengths}}}}}\n")
+    (stream,) = read_workload(path).streams
+    assert {(len(each.prompt_token_ids), each.num_output_tokens) for each in stream.requests} == {(100, 10)}
