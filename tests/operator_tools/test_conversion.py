@@ -144,6 +144,11 @@ def test_convert_refuses_an_existing_target(source, tmp_path, capsys):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_convert_names_a_missing_source(tmp_path, capsys):
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out"), "--to", "hf"]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/none: no such file or folder\n"
+
+
 def test_convert_failure_leaves_no_files(source, tmp_path, monkeypatch, capsys):
     before = sorted(tmp_path.iterdir())
 

@@ -37,6 +37,8 @@ def convert(
     """Convert a model to `form`, "hf" or "mindformers". The target appears only when complete. `order`: row order of
     fused projections in the source. `yaml`: replaces config.json. Raise ConfigError if this cannot be done.
     """
+    if not source.exists():
+        raise ConfigError(f"{source}: no such file or folder")
     check_absent(target)
     if files == "ckpt" and form == "hf":
         raise ConfigError("--files ckpt requires --to mindformers: Hugging Face models have no .ckpt files")
