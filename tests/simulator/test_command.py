@@ -3,7 +3,7 @@ import json
 import pytest
 from llm_serving.cli.main import main
 from llm_serving.errors import ConfigError, RecordingError
-from llm_serving_simulator.commands import profile
+from llm_serving_simulator.commands import profile, whatif
 from llm_serving_simulator.http_player import ClientTiming
 from llm_serving_simulator.profile import CostModel, CostTerm, write_profile
 from llm_serving_simulator.recordings import Timings
@@ -259,3 +259,13 @@ def test_plot_names_configurations_and_classes(arguments, tmp_path):
     assert "mathdefault" not in plot, "numbers of a logarithmic axis are numbers"
     assert main([*arguments, "--svg", str(tmp_path / "again.svg")]) == 0
     assert (tmp_path / "again.svg").read_text() == plot
+
+
+def test_whatif_takes_a_file_whose_name_contains_a_plus(tmp_path):
+    path = tmp_path / "a+b" / "my+config.yaml"
+    path.parent.mkdir()
+    path.write_text("pa_config: {num_blocks: 64}\nserving_config: {server_port: 8835}\n")
+    argument = f"{path}+model_config.decode_batch_size=3+{'x' * 300}.y=1"
+    assert list(whatif.input_files([f"{path}", argument])) == [path, path]
+    variant = whatif.read_variant(argument.rpartition("+")[0], "none", create_profile(), 1)
+    assert (variant.name, variant.config.model.decode_batch_size) == ("my+config+decode_batch_size=3", 3)

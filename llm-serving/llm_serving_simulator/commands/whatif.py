@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -187,10 +188,18 @@ def input_files(configs: Sequence[str]) -> Iterator[Path]:
 
 def _parts(argument: str) -> tuple[Path | None, list[str], list[Path]]:
     """Return the file of a CONFIG argument (None: missing), its changed keys and its profiles."""
-    name, *changes = argument.split("+")
+    name, changes = _split(argument)
     profiles = [Path(each.removeprefix(PROFILE_CHANGE)) for each in changes if each.startswith(PROFILE_CHANGE)]
     keys = [each for each in changes if not each.startswith(PROFILE_CHANGE)]
     return Path(name) if name else None, keys, profiles
+
+
+def _split(argument: str) -> tuple[str, list[str]]:
+    """Return the file name of a CONFIG argument and its changes. The name of an existing file may contain "+"."""
+    parts = argument.split("+")
+    names = {end: "+".join(parts[:end]) for end in range(len(parts), 1, -1)}
+    end = next((end for end, name in names.items() if os.path.isfile(name)), 1)  # noqa: PTH113  a name of any length
+    return "+".join(parts[:end]), parts[end:]
 
 
 def check_servable(config: str, result: SimulationResult, path: Path, workload: Workload) -> None:
@@ -251,7 +260,7 @@ def _unique(variants: Sequence[Variant]) -> list[Variant]:
 
 def _short(argument: str) -> str:
     """Return a CONFIG argument without folders and sections of keys."""
-    name, *changes = argument.split("+")
+    name, changes = _split(argument)
     return "+".join([Path(name).stem, *map(_short_change, changes)])
 
 
