@@ -266,7 +266,17 @@ def test_cache_folders_omit_a_home_that_does_not_exist(monkeypatch: pytest.Monke
     assert build._cache_folders() == [Path(build.__file__).parent / "build"]
 
 
-def test_library_path_fails_without_a_writable_folder(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLM_SERVING_CACHE", str(compiler / "below_a_file"))
+@pytest.mark.parametrize("name", ["compiler/below_a_file", "x" * 300])  # the latter is too long to look for
+def test_library_path_fails_without_a_writable_folder(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("LLM_SERVING_CACHE", str(compiler.parent / name))
     with pytest.raises(KernelError, match="set LLM_SERVING_CACHE"):
+        build.library_path()
+
+
+def test_library_path_names_the_lock_file_that_cannot_be_opened(compiler: Path) -> None:
+    lock = compiler.parent / "cache" / "build.lock"
+    lock.mkdir(parents=True)
+    with pytest.raises(KernelError, match=f"cannot be built in {lock.parent}: .*{lock}"):
         build.library_path()

@@ -104,12 +104,15 @@ def _built(isas: Sequence[str], on_progress: Progress | None = None) -> list[Pat
     found = _find(parts, suffix, folders)  # the file may also be in a read-only folder
     if len(found) < len(parts):
         folder = _writable(folders)
-        with _locked(folder / "build.lock", on_progress or logger.info) as report:
-            found = _find(parts, suffix, folders)
-            missing = {part: folder / f"{part}_{suffix}.so" for part in parts if part not in found}
-            if missing:
-                _build(compiler, missing, found.get(_LIBRARY), report)
-            found |= missing
+        try:
+            with _locked(folder / "build.lock", on_progress or logger.info) as report:
+                found = _find(parts, suffix, folders)
+                missing = {part: folder / f"{part}_{suffix}.so" for part in parts if part not in found}
+                if missing:
+                    _build(compiler, missing, found.get(_LIBRARY), report)
+                found |= missing
+        except OSError as error:  # such as a full disk, or a lock file of another user
+            raise KernelError(f"the operator library cannot be built in {folder}: {error}") from error
     return [found[part] for part in parts]
 
 
@@ -119,7 +122,9 @@ def _kernels_of(isa: str) -> str:
 
 def _find(parts: Sequence[str], suffix: str, folders: Sequence[Path]) -> dict[str, Path]:
     paths = {part: [folder / f"{part}_{suffix}.so" for folder in folders] for part in parts}
-    return {part: path for part, each in paths.items() if (path := next(filter(Path.exists, each), None)) is not None}
+    return {
+        part: path for part, each in paths.items() if (path := next(filter(os.path.exists, each), None)) is not None
+    }
 
 
 def _built_earlier(parts: Sequence[str], sources: str, folders: Sequence[Path], error: KernelError) -> list[Path]:
