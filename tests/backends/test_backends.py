@@ -1,4 +1,6 @@
+import errno
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -8,7 +10,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from llm_serving.backends import create_backend
-from llm_serving.backends.parameters import WeightMemory, parameter_over, to_model_dtype
+from llm_serving.backends.parameters import WeightMemory, parameter_over, to_model_dtype, zeroed_bytes
 from llm_serving.core.dtypes import round_to_bfloat16
 from llm_serving.errors import ConfigError
 from llm_serving.kernels import library
@@ -95,6 +97,17 @@ def test_weights_share_large_memories_and_return_them() -> None:
     memory.take(WeightMemory.SIZE // 2 - 1)
     memory.take(WeightMemory.SIZE // 2 - 1)
     assert whole() is None
+
+
+def test_memory_is_provided_by_a_kernel_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SmallPages(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    memory = zeroed_bytes(2**22)
+    memory[-1] = 1
+    assert memory.sum() == 1
 
 
 def test_released_weight_is_no_longer_packed() -> None:

@@ -6,6 +6,7 @@ import math
 import mmap
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import mindspore as ms
@@ -52,7 +53,8 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
         raw = np.frombuffer(pages, dtype=np.uint8)
         offset = -raw.ctypes.data % _LARGE_PAGE
         # The part after the last whole large page gets small pages, so that no large page is used only in part.
-        pages.madvise(mmap.MADV_HUGEPAGE, offset, size // _LARGE_PAGE * _LARGE_PAGE)
+        with suppress(OSError):  # a kernel may lack large pages
+            pages.madvise(mmap.MADV_HUGEPAGE, offset, size // _LARGE_PAGE * _LARGE_PAGE)
     return raw[offset : offset + size]
 
 
