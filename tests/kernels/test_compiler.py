@@ -246,6 +246,15 @@ def test_compilation_error_contains_the_compiler_output(compiler: Path) -> None:
     assert (compiler.parent / "cache" / "build.lock").read_text() == ""
 
 
+def test_no_further_source_is_compiled_after_an_error(compiler: Path) -> None:
+    failing = '"$@" >> "$(dirname "$0")/calls"\nsleep 0.2; exit 1'
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo x && exit 0\necho {failing}\n')
+    with pytest.raises(KernelError, match="failed"):
+        build._built([])
+    num_sources = len(list(build._SOURCES.glob("*.cc")))
+    assert len(calls(compiler)) <= max(2 * len(os.sched_getaffinity(0)), num_sources // 2)
+
+
 @pytest.mark.parametrize("has_compiler", [False, True])
 def test_library_in_a_read_only_folder_is_used(
     compiler: Path, monkeypatch: pytest.MonkeyPatch, has_compiler: bool

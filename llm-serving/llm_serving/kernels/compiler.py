@@ -215,13 +215,16 @@ def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None
         report(f"compiling the operator library, once: {len(commands)} sources, about half a minute")
         with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
             pending = {pool.submit(_run, command): name.stem for name, command in commands.items()}
-            while pending:
-                for task in wait(pending, _REPORT_INTERVAL_S, FIRST_EXCEPTION).done:
-                    del pending[task]
-                    task.result()
-                num_done, seconds = len(commands) - len(pending), time.monotonic() - started
-                left = f"; left: {_some(list(pending.values()))}" if pending else ""
-                report(f"compiling the operator library: {num_done} of {len(commands)} sources, {seconds:.0f} s{left}")
+            try:
+                while pending:
+                    for task in wait(pending, _REPORT_INTERVAL_S, FIRST_EXCEPTION).done:
+                        del pending[task]
+                        task.result()
+                    done, seconds = f"{len(commands) - len(pending)} of {len(commands)}", time.monotonic() - started
+                    left = f"; left: {_some(list(pending.values()))}" if pending else ""
+                    report(f"compiling the operator library: {done} sources, {seconds:.0f} s{left}")
+            finally:  # after an error or Ctrl-C, no further source is compiled
+                pool.shutdown(wait=False, cancel_futures=True)
         for part in sorted(targets, key=_LIBRARY.__ne__):  # the library first: the kernels are linked to it
             linked = Path(scratch) / targets[part].name
             users = [str(library or targets[_LIBRARY])] if part != _LIBRARY else [f"-Wl,-soname,{linked.name}"]
