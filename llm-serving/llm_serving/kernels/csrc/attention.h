@@ -306,9 +306,9 @@ class AttentionTile {
     }
   }
 
-  // Turns the scores of rows into weights relative to the largest score so far, and rescales the sums; unless this is
-  // done while values are multiplied. Each stage is done for all rows before the next begins: the instructions of
-  // different rows overlap.
+  // Turns the scores of rows into weights relative to the largest score so far, and rescales the sums. With
+  // `kWeighsBetween`, `weigh_and_add_values` does this instead if all rows see the chunk. Each stage is done for all
+  // rows before the next begins: the instructions of different rows overlap.
   void online_softmax(size_t chunk) {
     if (args_.quantized) return update_references_quantized();
     for_rows(chunk, [&](size_t row, const Seen& seen) {
@@ -475,7 +475,8 @@ class AttentionTile {
     });
   }
 
-  // Multiplies the same as `Value`. `set_result(product, dim)` states where a product for the dims from `dim` on goes.
+  // Multiplies `count` groups of values as elements of type `Value`, which has the layout of `Element`.
+  // `set_result(product, dim)` sets the destination of the product for the dims from `dim` on.
   template <class Value, class SetResult>
   LLM_INLINE void multiply_values(const Element* const* groups, size_t count, size_t g, size_t first, size_t last,
                                   SetResult set_result) {

@@ -1,5 +1,5 @@
-// Weights of attention, of which most are computed while the values of earlier rows are multiplied: exponentials use
-// units that products hardly use.
+// Attention weights. Those of most rows are computed while the values of earlier rows are multiplied, because
+// exponentials use execution units that products hardly use.
 #pragma once
 
 #include "attention_items.h"
@@ -7,11 +7,11 @@
 
 namespace llm::LLM_ISA {
 
-// Computes the weights of rows one after the other: `Weigher::weigh(row)`. The base of an `Ending`.
+// Base of an `Ending` that computes the weights of the rows in order, by `Weigher::weigh(row)`.
 template <class Weigher>
 struct WeighedRows {
   Weigher weigher;
-  size_t* next;  // the next row
+  size_t* next;  // the first row without weights
   size_t end;
 
   LLM_INLINE void weigh_until(size_t row) const {
@@ -19,7 +19,7 @@ struct WeighedRows {
   }
   LLM_INLINE void before_tile(size_t row) const { weigh_until(row); }
   LLM_INLINE void between(size_t segment, size_t k) const {
-    // Six rows in four groups of tokens.
+    // These calls compute the weights of six rows while four groups of tokens are multiplied.
     if (kNative < kLanes || (k != 4 && (k != 12 || segment % 2 == 1))) return;
     if (*next < end) weigher.weigh((*next)++);
   }
@@ -30,7 +30,7 @@ template <class Weight>
 struct SoftmaxWeigher {
   const float* scores;     // [rows, kChunkTokens]
   const float* scale;      // [rows], factor of scores, in units of log 2
-  const float* reference;  // [rows]
+  const float* reference;  // [rows], largest scaled score so far
   const float* factor;     // [rows], factor of earlier sums
   float* total;            // [rows][16], sums of weights so far
   Weight* weights;         // [rows, kChunkTokens]
@@ -69,12 +69,12 @@ struct SoftmaxWeigher {
   }
 };
 
-// A value of the cache whose weights are computed while those of earlier rows are multiplied.
+// Element type of bfloat16 values in the cache, for products that compute the weights of the next rows in between.
 struct ValueBFloat16 {
   BFloat16 value;
 };
 
-// Whether such values are multiplied.
+// Whether products of values of type `Element` compute the weights of the next rows in between.
 template <class Element>
 constexpr bool kWeighsBetween = false;
 #if defined(__AVX512BF16__) && !defined(LLM_AMX)
@@ -85,7 +85,7 @@ constexpr bool kWeighsBetween<BFloat16> = true;
 template <>
 struct Operand<ValueBFloat16> : Operand<BFloat16> {};
 
-// Adds the products to the sums of earlier chunks, which are rescaled first.
+// Rescales the sums of earlier chunks and adds the products to them.
 template <>
 constexpr bool kHasEnding<ValueBFloat16> = true;
 template <>

@@ -185,9 +185,9 @@ constexpr bool kFirstLevelIsNarrow = true;
 constexpr bool kFirstLevelIsNarrow = false;
 #endif
 
-// The part of a product that begins at `row` and `panel`. `kAhead` panels of `next` are prefetched from `ahead` on; for
-// fast products whose sums are stored also the activations of the following rows; a tile that prefetches all panels is
-// the only one.
+// The part of a product that begins at `row` and `panel`. Prefetches `kAhead` panels of `next` from `ahead` on. Fast
+// products whose sums are stored also prefetch the activations of the following rows, unless the tile prefetches all
+// panels: then no tile follows.
 template <class Element, class Packed, size_t kRows, size_t kPanels, size_t kAhead>
 void tile(const Product<Element, Packed>& product, size_t row, size_t panel, size_t ahead) {
   using Op = Operand<Element>;
