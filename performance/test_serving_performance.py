@@ -37,8 +37,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     load.add_argument(
         "--concurrency", type=_positive(int), help="closed loop with this number of clients, in place of -X"
     )
-    load.add_argument("--arrivals", choices=("poisson", "fixed", "burst"), help="gaps with -X; default: poisson")
-    load.add_argument("--burst-size", type=_positive(int), help="requests at once with --arrivals burst; default: 8")
+    load.add_argument(
+        "--arrivals", choices=("poisson", "fixed", "burst"), help="arrival pattern with -X; default: poisson"
+    )
+    load.add_argument("--burst-size", type=_positive(int), help="requests in a burst with --arrivals burst; default: 8")
     load.add_argument("--seed", type=int, default=1, help="seed of the arrivals and of the choice of prompts")
     load.add_argument(
         "--warmup", type=int, default=0, metavar="N", help="prompts of the run sent first and not counted"

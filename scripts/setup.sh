@@ -5,7 +5,7 @@
 set -o pipefail # a pipeline fails if any of its commands fails
 root=$(CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=${LLM_SERVING_VENV:-$root/.venv}
-[[ $venv == /* ]] || venv=$PWD/$venv # scripts change their folder
+[[ $venv == /* ]] || venv=$PWD/$venv # some scripts change the working directory
 run_dir=${LLM_SERVING_RUN_DIR:-$root/.run} # process ids and logs of background servers
 
 die() {

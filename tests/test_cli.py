@@ -337,7 +337,7 @@ def run_command(arguments, **options):
 
 
 @pytest.mark.parametrize("text", ["010", "-08"])
-def test_flag_refuses_a_number_that_yaml_reads_otherwise(capsys, text):
+def test_flag_refuses_a_number_with_a_leading_zero(capsys, text):
     assert main(["config", "check", f"--max-num-seqs={text}"]) == 2
     error = capsys.readouterr().err
     assert "`model_config.decode_batch_size` must be" in error
@@ -401,7 +401,7 @@ def test_hash_key_refuses_invalid_keys(capsys, monkeypatch, text):
     assert captured.err == "error: an API key must be 16 to 512 printable ASCII characters without spaces\n"
 
 
-def test_hash_key_refuses_input_that_ends_or_is_no_text(capsys, monkeypatch):
+def test_hash_key_refuses_input_that_is_empty_or_not_utf8(capsys, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(getpass, "getpass", Mock(side_effect=EOFError))

@@ -32,7 +32,7 @@ from support.server_process import free_ports
 
 @contextmanager
 def a_process(script="echo ready; exec sleep 600"):
-    """Start a process in place of a server; return once it has printed that it is ready."""
+    """Start a process in place of a server. The context begins when the process has printed a line."""
     process = subprocess.Popen(["/bin/sh", "-c", script], stdout=subprocess.PIPE, text=True)
     with process:
         try:
@@ -240,7 +240,7 @@ class TestStart:
         assert not pid or not psutil.pid_exists(int(pid))
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-    def test_start_that_is_ended_ends_the_server(self, tmp_path, run_instead, monkeypatch, number):
+    def test_start_ended_by_a_signal_stops_the_server(self, tmp_path, run_instead, monkeypatch, number):
         (port,) = free_ports(1)
         run_instead("exec sleep 600")
         started = []

@@ -173,7 +173,7 @@ def stop(run_dir: Path, port: int | None) -> int:
             say(f"stopped the server on port {record.port} (pid {record.pid})")
         if (keeper := record.keeper()) is not None:
             _wait_for_log(keeper)
-        if _read(folder) == record:  # otherwise another server was started meanwhile
+        if _read(folder) == record:  # keep the record of a server that was started meanwhile
             (folder / "server.json").unlink(missing_ok=True)
     if not count:
         say("no server was running" if port is None else f"no server was running on port {port}")

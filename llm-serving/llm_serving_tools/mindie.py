@@ -131,7 +131,7 @@ def _is_device(value: Any) -> bool:
 
 
 def _one_line(text: str) -> str:
-    """Escape line breaks and control characters, which would end a YAML comment or are invalid in it."""
+    """Escape line breaks, which would end a YAML comment, and control characters, which YAML forbids."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 

@@ -109,7 +109,7 @@ def _sent(url: str, path: str, data: bytes | None, headers: dict[str, str], meth
 
 
 def _body_of(error: urllib.error.HTTPError) -> bytes:
-    with suppress(OSError, HTTPException):  # the connection may break within the body
+    with suppress(OSError, HTTPException):  # the connection may end before the body does
         return error.read(MAX_ERROR_BYTES)
     return b""
 

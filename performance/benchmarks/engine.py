@@ -205,7 +205,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _tests(text: str) -> list[str]:
     tests = text.split(",")
     if not set(tests) <= set(TESTS):
-        raise argparse.ArgumentTypeError(f"must be some of {', '.join(TESTS)}, separated by commas. Given: {text}")
+        raise argparse.ArgumentTypeError(
+            f"must be one or more of {', '.join(TESTS)}, separated by commas. Given: {text}"
+        )
     return tests
 
 

@@ -148,7 +148,7 @@ def _work(folder: str, *settings: str) -> None:
 def _tests(text: str) -> list[str]:
     tests = text.split(",")
     if not all(re.fullmatch("A|B[1-9][0-9]*|C", test) for test in tests):
-        raise argparse.ArgumentTypeError(f"must be A, C, or B with a number, separated by commas. Given: {text}")
+        raise argparse.ArgumentTypeError(f"must be A, C or B with a number of requests, such as A,B32,C. Given: {text}")
     return tests
 
 
@@ -163,7 +163,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--other", default=sys.executable, metavar="PYTHON", help="interpreter of the other version")
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="Hugging Face folder, or `demo`")
     parser.add_argument("--tests", type=_tests, default=["A", "B32", "B128", "C"], metavar="A,B32,C")
-    parser.add_argument("--pairs", type=_pairs, default=15, help="2 or more; quartiles need two")
+    parser.add_argument("--pairs", type=_pairs, default=15, help="measured pairs, at least 2 for the quartiles")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--quantization", default="", metavar="FORMAT", help="as in the YAML, where both know it")
     parser.add_argument("--num-blocks", type=int, default=2304, help="blocks of 16 tokens in the cache")

@@ -71,7 +71,7 @@ def table(
 
 
 def without_nan(value: Any) -> Any:
-    """Return decoded JSON with null in place of NaN, which JSON has no form for."""
+    """Return a value with None in place of NaN, which JSON cannot represent. Tuples become lists."""
     if isinstance(value, dict):
         return {name: without_nan(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -146,7 +146,7 @@ async def run_load(
     client_cpu_share = (_cpu_s() - cpu_before) / wall_s
     server_cpu = None
     if server_cpu_before is not None:
-        with suppress(HttpError):  # a server that ended during the run must not cost the records
+        with suppress(HttpError):  # keep the records if the server ended during the run
             server_cpu = await server_cpu_s(http)
     taken = None if server_cpu is None or server_cpu_before is None else server_cpu - server_cpu_before
     return Run(list(records.values()), wall_s, client_cpu_share, taken)

@@ -99,7 +99,7 @@ def test_weights_share_large_memories_and_return_them() -> None:
     assert whole() is None
 
 
-def test_memory_is_provided_by_a_kernel_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_memory_is_allocated_on_linux_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     class SmallPages(mmap.mmap):
         def madvise(self, *_: int) -> None:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))

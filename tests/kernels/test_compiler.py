@@ -275,7 +275,7 @@ def test_cache_folders_omit_a_home_that_does_not_exist(monkeypatch: pytest.Monke
     assert build._cache_folders() == [Path(build.__file__).parent / "build"]
 
 
-@pytest.mark.parametrize("name", ["compiler/below_a_file", "x" * 300])  # the latter is too long to look for
+@pytest.mark.parametrize("name", ["compiler/below_a_file", "x" * 300])  # the second is too long for a file name
 def test_library_path_fails_without_a_writable_folder(
     compiler: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

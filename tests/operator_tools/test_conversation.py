@@ -124,7 +124,9 @@ def test_chat_keeps_the_last_turn_if_a_retry_gets_no_answer(engine: FakeEngine, 
     assert turns(client) == [("user", "a"), ("assistant", "Hello world")]
 
 
-def test_chat_reads_input_that_is_no_text(client: ChatClient, capsys: Any, monkeypatch: Any) -> None:
+def test_chat_accepts_input_that_is_not_utf8_and_refuses_closed_input(
+    client: ChatClient, capsys: Any, monkeypatch: Any
+) -> None:
     stream = io.TextIOWrapper(io.BytesIO(b"/save \xff\0\n/quit\n"), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", stream)
     assert main.main(["chat", "--url", client.url]) == 0

@@ -127,7 +127,7 @@ def test_mindie_import_names_keys_without_counterpart(tmp_path, capsys):
     assert all(f"# {note}" in captured.out and note in captured.err for note in notes)
 
 
-def test_mindie_import_keeps_names_with_line_breaks_within_comments(tmp_path):
+def test_mindie_import_escapes_line_breaks_of_names_in_comments(tmp_path):
     imported = import_mindie(write(tmp_path, "ServerConfig.a\nserver_port: 1\x00", 7))
     text = imported.as_yaml("b\nc.json")
     assert yaml.safe_load(text)["serving_config"]["server_port"] == 1025

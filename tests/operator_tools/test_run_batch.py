@@ -55,7 +55,7 @@ def test_file_run_does_not_overwrite_its_input(tmp_path):
     for name in ("out.jsonl", "out.jsonl.errors"):
         (tmp_path / name).write_bytes(content)
         (tmp_path / "in.jsonl").symlink_to(name)
-        with pytest.raises(ConfigError, match=f"must be other files than IN. Given: .*/{name}$"):
+        with pytest.raises(ConfigError, match=f"must be files other than IN. Give another OUT. Given: .*/{name}$"):
             run(FakeEngine(), tmp_path)
         assert (tmp_path / name).read_bytes() == content
         (tmp_path / "in.jsonl").unlink()

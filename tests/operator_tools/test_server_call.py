@@ -62,7 +62,7 @@ def test_server_call_refuses_an_invalid_key_without_showing_it(capsys, key):
     assert "key-of" not in error
 
 
-def test_error_whose_body_breaks_off_is_reported_by_its_status(capsys):
+def test_error_response_with_an_incomplete_body_is_reported_with_its_status(capsys):
     def answer():
         with listener.accept()[0] as connection:
             connection.recv(65536)

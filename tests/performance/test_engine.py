@@ -24,4 +24,4 @@ def test_engine_benchmark_times_functions_that_the_loop_calls():
 def test_engine_benchmark_refuses_an_unknown_test(capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--model", "demo", "--tests", "A,Q"])
-    assert "must be some of A, B, C, S, L, separated by commas. Given: A,Q" in capsys.readouterr().err
+    assert "must be one or more of A, B, C, S, L, separated by commas. Given: A,Q" in capsys.readouterr().err

@@ -29,9 +29,12 @@ def test_version_comparison_applies_other_set_to_the_other_version_only():
 
 @pytest.mark.parametrize(
     ("option", "value", "rule"),
-    [("--tests", "A,Q", "must be A, C, or B with a number"), ("--pairs", "1", "must be an integer >= 2. Given: 1")],
+    [
+        ("--tests", "A,Q", "must be A, C or B with a number of requests"),
+        ("--pairs", "1", "must be an integer >= 2. Given: 1"),
+    ],
 )
-def test_version_comparison_refuses_an_option_before_it_loads_a_model(option, value, rule, capsys):
+def test_version_comparison_refuses_an_invalid_option_before_it_loads_a_model(option, value, rule, capsys):
     with pytest.raises(SystemExit):
         parse(["--model", "demo", option, value])
     assert rule in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_setup_finds_its_folder_in_spite_of_cdpath(tmp_path: Path) -> None:
     assert done.stdout == f"{SETUP.parents[1].resolve()}\n"
 
 
-def test_setup_makes_the_path_of_the_environment_absolute() -> None:
+def test_setup_makes_a_relative_path_of_the_virtual_environment_absolute() -> None:
     done = run('cd /usr; source "$root/scripts/setup.sh"; echo "$venv"', LLM_SERVING_VENV="my env")
     assert done.stdout == "/usr/my env\n"
 

@@ -1,4 +1,4 @@
-"""Functions of the page's scripts, run by Node.js where it is installed."""
+"""JavaScript functions of the web page, run in Node.js. Without Node.js the tests are skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node
 
 @pytest.fixture
 def run(tmp_path):
-    """Return the value of an expression, with a function of a script in scope."""
+    """Return a function that evaluates a JavaScript expression, which may call one function of a script."""
     for path in FOLDER.glob("*.js"):
         shutil.copy(path, tmp_path)
     (tmp_path / "package.json").write_text('{"type": "module"}')
@@ -49,6 +49,6 @@ def test_replay_page_shows_verified_draft_tokens_as_decoding(run):
     assert run("replay.js", "phaseOfRow", f"{rows}.map((row) => phaseOfRow(row, 4))") == phases
 
 
-def test_page_reports_a_key_that_no_header_can_have(run):
+def test_page_refuses_an_api_key_with_characters_other_than_ascii(run):
     message = 'await ask("v1/models").catch((error) => error.message)'
-    assert run("api.js", "ask", message) == "the key has characters that no API key has"
+    assert run("api.js", "ask", message) == "an API key must consist of printable ASCII characters; enter the key again"

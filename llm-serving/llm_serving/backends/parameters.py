@@ -53,7 +53,7 @@ def zeroed_bytes(size: int) -> NDArray[np.uint8]:
         raw = np.frombuffer(pages, dtype=np.uint8)
         offset = -raw.ctypes.data % _LARGE_PAGE
         # The part after the last whole large page gets small pages, so that no large page is used only in part.
-        with suppress(OSError):  # a kernel may lack large pages
+        with suppress(OSError):  # Linux may be built without large pages
             pages.madvise(mmap.MADV_HUGEPAGE, offset, size // _LARGE_PAGE * _LARGE_PAGE)
     return raw[offset : offset + size]
 

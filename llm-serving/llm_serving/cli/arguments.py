@@ -158,7 +158,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
         value = _value(arguments, flag.name)
         if value is None or (flag.name == "--dtype" and value == "auto"):
             continue
-        number = re.fullmatch(r"-?(0|[1-9][0-9]*)", value)  # YAML reads 010 as 8
+        number = re.fullmatch(r"-?(0|[1-9][0-9]*)", value)  # 010 stays a string: YAML would read 8
         overrides.append(f"{flag.key}={value if number and flag.metavar in _NUMBERS else json.dumps(value)}")
     if arguments.api_key is not None:
         overrides.append(_key_override(arguments.api_key, "--api-key"))

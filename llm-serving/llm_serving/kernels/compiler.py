@@ -112,7 +112,8 @@ def _built(isas: Sequence[str], on_progress: Progress | None = None) -> list[Pat
                     _build(compiler, missing, found.get(_LIBRARY), report)
                 found |= missing
         except OSError as error:  # such as a full disk, or a lock file of another user
-            raise KernelError(f"the operator library cannot be built in {folder}: {error}") from error
+            remedy = "correct this, or set LLM_SERVING_CACHE to another folder"
+            raise KernelError(f"the operator library cannot be built in {folder}: {error}; {remedy}") from error
     return [found[part] for part in parts]
 
 

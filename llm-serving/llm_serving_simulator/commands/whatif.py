@@ -198,7 +198,8 @@ def _split(argument: str) -> tuple[str, list[str]]:
     """Return the file name of a CONFIG argument and its changes. The name of an existing file may contain "+"."""
     parts = argument.split("+")
     names = {end: "+".join(parts[:end]) for end in range(len(parts), 1, -1)}
-    end = next((end for end, name in names.items() if os.path.isfile(name)), 1)  # noqa: PTH113  a name of any length
+    # os.path.isfile returns False for a name that is too long; Path.is_file raises OSError.
+    end = next((end for end, name in names.items() if os.path.isfile(name)), 1)  # noqa: PTH113
     return "+".join(parts[:end]), parts[end:]
 
 

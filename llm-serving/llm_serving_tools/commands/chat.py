@@ -275,7 +275,7 @@ def _retry(chat: Chat, rest: str) -> None:
     try:
         chat.answer(text)
     finally:
-        if len(messages) < len(before):  # no answer arrived: keep the previous one
+        if len(messages) < len(before):  # no answer arrived: restore the last turn
             messages[:] = before
 
 
@@ -296,8 +296,10 @@ def _save(chat: Chat, rest: str) -> None:
     content = {"system": chat.client.system, "messages": chat.client.messages}
     try:
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-        Path(rest).expanduser().write_text(text, encoding="utf-8", errors="backslashreplace")  # a JSON escape
-    except (OSError, RuntimeError, ValueError) as error:  # also a user without home folder, or a null character
+        # A surrogate, which UTF-8 cannot encode, is written as a JSON escape.
+        Path(rest).expanduser().write_text(text, encoding="utf-8", errors="backslashreplace")
+    # RuntimeError: the user of `~user` has no home folder. ValueError: the name contains a null character.
+    except (OSError, RuntimeError, ValueError) as error:
         chat.say(f"error: {rest}: {getattr(error, 'strerror', None) or error}")
 
 

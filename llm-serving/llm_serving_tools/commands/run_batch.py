@@ -74,7 +74,7 @@ async def run_file(
     """Answer a file of requests with an engine that has not started. Raise ConfigError if the files cannot be used."""
     for path in (target, Path(f"{target}{ERRORS}")):
         if path.exists() and path.samefile(source):
-            raise ConfigError(f"OUT and OUT{ERRORS} must be other files than IN. Given: {path}")
+            raise ConfigError(f"OUT and OUT{ERRORS} must be files other than IN. Give another OUT. Given: {path}")
     unfinished = Path(f"{target}{UNFINISHED}")
     batches = open_batches(engine, build_site(engine).internal, unfinished)
     assert batches is not None

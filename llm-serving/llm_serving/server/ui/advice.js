@@ -1,4 +1,5 @@
-// What another value of a key would have made of the last minutes; asked for by a button, as it takes minutes.
+// Panel that shows how another value of a configuration key would have changed the figures of the last minutes. The
+// server simulates this for minutes, so only a button starts it.
 
 import { askJson } from "./api.js";
 import { count, el, plural, say } from "./dom.js";
@@ -14,7 +15,7 @@ export class AdvicePanel {
   async #ask() {
     this.button.disabled = true;
     this.list.replaceChildren();
-    say(this.message, "Playing; this takes up to four minutes. The server goes on meanwhile.");
+    say(this.message, "Simulating; this takes up to four minutes. The server serves requests meanwhile.");
     try {
       this.#draw(await askJson("v1/scheduler/advice?minutes=5"));
     } catch (error) {

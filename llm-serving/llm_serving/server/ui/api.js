@@ -48,7 +48,9 @@ function ofChosen(path) {
  * @throws {RefusedError} The server answers with an error.
  */
 export async function ask(path, { method = "GET", body, signal, ofAll = false } = {}) {
-  if (!/^[\x20-\x7e]*$/.test(key.get())) throw new Error("the key has characters that no API key has");
+  if (!/^[\x20-\x7e]*$/.test(key.get())) {
+    throw new Error("an API key must consist of printable ASCII characters; enter the key again");
+  }
   const headers = {};
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";

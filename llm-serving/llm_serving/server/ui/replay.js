@@ -200,7 +200,7 @@ export class Replay {
   }
 }
 
-/** A row that computes more tokens than it samples, after its prompt, computes tokens again. */
+/** Return what a row of a step does. After the prompt, a row with more tokens than samples recomputes tokens. */
 export function phaseOfRow([, first, number, samples], prompt) {
   if (first < prompt) return "prefill";
   return number > Math.max(1, samples) ? "again" : "decode";
