@@ -26,9 +26,13 @@ class TypedText:
 
     def __init__(self, encode: Encode, special: Mapping[str, int], token_bytes: Callable[[int], bytes]) -> None:
         self._encode, self._token_bytes = encode, token_bytes
-        names = sorted(text for text in special if len(text) > 1)
-        # Matches the first character of every special token, even if special tokens overlap.
-        self._pattern = re.compile(f"(?s)(?={'|'.join(map(re.escape, names))}).") if names else None
+        ends: dict[str, list[str]] = {}
+        for text in sorted(text for text in special if len(text) > 1):
+            ends.setdefault(re.escape(text[0]), []).append(re.escape(text[1:]))
+        # Matches the first character of every special token, even if special tokens overlap. Each alternative starts
+        # with a character, so that `re` skips all other characters fast.
+        starts = [f"{first}(?={'|'.join(others)})" for first, others in ends.items()]
+        self._pattern = re.compile("|".join(starts)) if starts else None
         self._context = next((text for text, token_id in special.items() if encode(text, False) == [token_id]), "")
 
     def insert_sentinels(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
