@@ -52,7 +52,7 @@ def test_file_run_resumes_after_an_interruption(tmp_path):
 
 def test_file_run_does_not_overwrite_its_input(tmp_path):
     content = jsonl(line("a"))
-    for name in ("out.jsonl", "out.jsonl.errors"):
+    for name in ("out.jsonl", "out.jsonl.errors", "out.jsonl.unfinished", "out.jsonl.unfinished.lock"):
         (tmp_path / name).write_bytes(content)
         (tmp_path / "in.jsonl").symlink_to(name)
         with pytest.raises(ConfigError, match=f"must be files other than IN. Give another OUT. Given: .*/{name}$"):

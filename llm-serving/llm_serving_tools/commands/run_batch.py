@@ -72,10 +72,11 @@ async def run_file(
     engine: AsyncEngine, source: Path, target: Path, on_progress: Callable[[RequestCounts], None]
 ) -> RequestCounts:
     """Answer a file of requests with an engine that has not started. Raise ConfigError if the files cannot be used."""
-    for path in (target, Path(f"{target}{ERRORS}")):
-        if path.exists() and path.samefile(source):
-            raise ConfigError(f"OUT and OUT{ERRORS} must be files other than IN. Give another OUT. Given: {path}")
     unfinished = Path(f"{target}{UNFINISHED}")
+    for path in (target, Path(f"{target}{ERRORS}"), unfinished, lock_of(unfinished)):
+        if path.exists() and path.samefile(source):
+            files = f"OUT, OUT{ERRORS}, OUT{UNFINISHED} and its .lock file"
+            raise ConfigError(f"{files} must be files other than IN. Give another OUT. Given: {path}")
     batches = open_batches(engine, build_site(engine).internal, unfinished)
     assert batches is not None
     engine.start()
