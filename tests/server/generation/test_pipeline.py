@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from typing import Any
 
 import pytest
 from llm_serving.core.request import FinishReason
+from llm_serving.errors import RequestError
 from llm_serving.server.generation import pipeline
 from support.fakes import FakeEngine, Piece, Script
 from support.server_client import events, post
@@ -35,6 +38,38 @@ def test_every_protocol_goes_through_the_admission_precheck(path: str, monkeypat
     monkeypatch.setattr(pipeline, "precheck", recorded)
     assert post(FakeEngine(OUTPUTS), path, BODIES[path]).status_code == 200
     assert len(checked) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": "Hello"}, "prompt"),
+        ("/v1/chat/completions", {"messages": USER}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "SPECIALHello"}]}, "messages"),
+        ("/v1/responses", {"input": "Hello"}, "input"),
+        ("/v1/embeddings", {"input": ["Hello"]}, "input"),
+        ("/generate", {"inputs": "Hello"}, "inputs"),
+    ],
+    ids=str,
+)
+def test_error_of_a_text_that_cannot_be_encoded_names_the_field_of_the_protocol(
+    path: str, body: dict[str, Any], field: str
+) -> None:
+    engine = FakeEngine(OUTPUTS)
+    engine.tokenizer = tokenizer = copy.copy(engine.tokenizer)
+    encode, special = tokenizer.encode, tokenizer.token_bytes(min(tokenizer.special_token_ids)).decode()
+    tokenizer.__dict__.pop("typed_text", None)
+
+    def encode_without_hello(text: str, add_special_tokens: bool = True) -> list[int]:
+        if "Hello" in text:
+            raise RequestError("prompt", "cannot be encoded")
+        return encode(text, add_special_tokens)
+
+    tokenizer.encode = encode_without_hello  # type: ignore[method-assign]
+    text = json.loads(json.dumps(body).replace("SPECIAL", special))
+    response = post(engine, path, text)
+    assert response.status_code == (422 if path == "/generate" else 400)
+    assert f"`{field}` cannot be encoded" in response.text
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": 2}, {"echo": True}, {"return_token_ids": True}])

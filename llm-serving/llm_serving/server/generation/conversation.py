@@ -162,7 +162,10 @@ async def encode_chat(
     if not sentinel:
         return await pipeline.encode_text(engine, text, "messages", adds_special)
     pipeline.check_length(engine, text.replace(sentinel, ""), "messages")
-    return await asyncio.to_thread(engine.tokenizer.typed_text.encode, text, sentinel, adds_special)
+    try:
+        return await asyncio.to_thread(engine.tokenizer.typed_text.encode, text, sentinel, adds_special)
+    except RequestError as error:
+        raise error.renamed("messages") from None
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:

@@ -220,9 +220,12 @@ async def encode_prompts(
         if isinstance(prompt, str):
             check_length(engine, prompt, field)
             cost += len(prompt) + CALL_CHARS
-    if cost > INLINE_CHARS:
-        return await asyncio.to_thread(_encode_all, engine, prompts, add_special_tokens)
-    return _encode_all(engine, prompts, add_special_tokens)
+    try:
+        if cost > INLINE_CHARS:
+            return await asyncio.to_thread(_encode_all, engine, prompts, add_special_tokens)
+        return _encode_all(engine, prompts, add_special_tokens)
+    except RequestError as error:
+        raise error.renamed(field) from None
 
 
 def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:
