@@ -27,6 +27,9 @@ if [ $# -eq 0 ]; then
     processes=$(($(nproc) + 2))
     set -- tests --processes $((processes < 4 ? processes : 4))
 fi
+if kill -0 "$kernels" 2>/dev/null; then
+    echo "waiting for the kernels of all instruction sets; progress: $venv/compile.log"
+fi
 # Otherwise tests that need another instruction set wait for the compiler longer than a test may last.
 wait "$kernels" || echo "the kernels were not compiled: $(tail -n 1 "$venv/compile.log")" >&2
 status=0
