@@ -120,7 +120,7 @@ def advice_comes_from_recorded_requests(page: Browser, save: Callable[[str], Non
         page.wait_for("document.querySelector('#advice')")
         page.click("#advice")
         page.wait_for("document.querySelector('#advice').disabled")
-        assert "The server goes on meanwhile." in page.text(".more[role=status]")
+        assert "The server serves requests meanwhile." in page.text(".more[role=status]")
         page.wait_for("!document.querySelector('#advice').disabled", 200.0)
         assert "40 requests, " in page.text(".more[role=status]"), page.text(".more[role=status]")
         page.wait_for("document.querySelector('.advice tbody td.better')")
