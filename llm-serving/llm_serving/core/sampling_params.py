@@ -173,9 +173,10 @@ class SomeTokenIds(_Items):
     def checked(self, field: str, value: Any) -> Any:
         if value is None:
             return None
-        if _is_list(value) and not value:
+        found = super().checked(field, value)
+        if not found:
             raise RequestError(field, self.text, 0)
-        return super().checked(field, value)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
