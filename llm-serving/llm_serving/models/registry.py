@@ -127,13 +127,10 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
 
 
 def _nearest(name: Any) -> str:
+    if not isinstance(name, str) or len(name) > _MAX_NAME_CHARS:  # the time is quadratic in the length
+        return ""
     own = {_WHAT_FOR.sub("", each): each for each in FAMILIES}
-    # Long names are not compared, because the time is quadratic in the length.
-    near = (
-        difflib.get_close_matches(_WHAT_FOR.sub("", name), own, 1, 0.7)
-        if isinstance(name, str) and len(name) <= _MAX_NAME_CHARS
-        else []
-    )
+    near = difflib.get_close_matches(_WHAT_FOR.sub("", name), own, 1, 0.7)
     return f" Nearest: {own[near[0]]}." if near else ""
 
 
