@@ -2,6 +2,7 @@
 
 #include <linux/futex.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -203,6 +204,9 @@ Pool& pool() {
   return *instance;
 }
 
+// Buffers of at least a quarter of a large page use large pages, which take fewer entries of the TLB.
+constexpr size_t kLargePage = 2 << 20;
+
 struct Buffer {
   void* data = nullptr;
   size_t size = 0;
@@ -222,8 +226,10 @@ void* scratch(Scratch slot, size_t bytes) {
   Buffer& buffer = buffers[static_cast<size_t>(slot)];
   if (buffer.size < bytes) {
     std::free(buffer.data);
-    const size_t size = (bytes + bytes / 2 + 4095) / 4096 * 4096;
-    buffer.data = std::aligned_alloc(64, size);
+    const size_t wanted = bytes + bytes / 2, page = wanted < kLargePage / 4 ? 4096 : kLargePage;
+    const size_t size = (wanted + page - 1) / page * page;
+    buffer.data = std::aligned_alloc(page, size);
+    if (buffer.data != nullptr && page == kLargePage) madvise(buffer.data, size, MADV_HUGEPAGE);
     buffer.size = buffer.data == nullptr ? 0 : size;
     if (buffer.data == nullptr) throw std::bad_alloc();
   }
