@@ -179,9 +179,8 @@ class QuantizedTile {
   using Weight = ActivationOf<Code8>;
 
   static size_t bytes(size_t rows, size_t dim) {
-    return rows * ((dim + kChunkTokens) * sizeof(Weight) + dim * sizeof(float) + 5 * sizeof(float) +
-                   sizeof(VisibleTokens) + sizeof(void*)) +
-           dim * sizeof(float) + 11 * 64;
+    return rows * ((dim + kChunkTokens) * sizeof(Weight) + 5 * sizeof(float) + sizeof(VisibleTokens) + sizeof(void*)) +
+           dim * sizeof(float) + 10 * 64;
   }
 
   QuantizedTile() = default;
@@ -190,7 +189,6 @@ class QuantizedTile {
     q_scale_ = take<float>(memory, rows);
     q_offset_ = take<int32_t>(memory, rows);
     weights_ = take<Weight>(memory, rows * kChunkTokens);
-    sums_ = take<float>(memory, rows * dim);
     score_scale_ = take<float>(memory, rows);
     largest_ = take<float>(memory, rows);
     share_ = take<float>(memory, rows);
@@ -232,14 +230,14 @@ class QuantizedTile {
     num_sets_ = 0;
     for (size_t i = 0; i < kChunkGroups; i++) {
       const size_t at = i < next_count ? i : next_count > 0 ? next_count - 1 : 0;
-      const auto* next_keys = static_cast<const Value*>(keys) + next[at];
+      const auto* next_keys = static_cast<const ValueCode*>(keys) + next[at];
       next_keys_[i] = next_keys;
       __builtin_prefetch(next_keys + size, 0, kLocality);
-      __builtin_prefetch(static_cast<const Value*>(values) + next[at] + size, 0, kLocality);
+      __builtin_prefetch(static_cast<const ValueCode*>(values) + next[at] + size, 0, kLocality);
     }
     for (size_t i = 0; i < count; i++) {
       keys_[i] = static_cast<const KeyCode*>(keys) + groups[i];
-      values_[i] = static_cast<const Value*>(values) + groups[i];
+      values_[i] = static_cast<const ValueCode*>(values) + groups[i];
       values_after_[i] = static_cast<const KeyCode*>(values) + groups[i];
       __builtin_memcpy(key_scales_ + i * kGroupTokens, keys_[i] + size, kGroupTokens * kScaleBytes);
       __builtin_memcpy(value_scales_ + i * kGroupTokens, values_[i] + size, kGroupTokens * kScaleBytes);
@@ -308,9 +306,9 @@ class QuantizedTile {
                                    result.total + first * kLanes,
                                    weights_ + first * kChunkTokens};
     const WeighedRows<QValueWeigher> in_turn = {weigher, &weighed, rows};
-    if (!kHasEnding<Value> || kNative < kLanes) in_turn.weigh_until(rows);
-    const Value* panels[kChunkGroups * kPassPanels];
-    const Value* next[kChunkGroups * kPassPanels];
+    if (kNative < kLanes) in_turn.weigh_until(rows);
+    const ValueCode* panels[kChunkGroups * kPassPanels];
+    const ValueCode* next[kChunkGroups * kPassPanels];
     for (size_t dim = 0; dim < dim_; dim += kPassPanels * kPanelWidth) {
       const size_t left = (dim_ - dim) / kPanelWidth;
       const size_t width = left < kPassPanels ? left : kPassPanels;
@@ -321,39 +319,22 @@ class QuantizedTile {
           next[i * width + p] = next_keys_[i] + offset;
         }
       }
-      Product<Value> product(rows, weights_ + first * kChunkTokens, panels, width, kGroupTokens,
-                             sums_ + first * dim_ + dim);
+      Product<ValueCode> product(rows, weights_ + first * kChunkTokens, panels, width, kGroupTokens, nullptr);
       product.segments = num_groups_;
       product.a_stride = kChunkTokens;
-      product.c_stride = dim_;
-      product.c_panel = kPanelWidth;
       product.next = next;
       const Ending<ValueCode> ending = {in_turn, share_ + first, factor + first, result.sums + first * dim_ + dim,
                                         dim_};
-      set_ending(product, ending);
+      product.ending = &ending;
       multiply(product);
-      for (size_t row = 0; row < rows && !kHasEnding<Value>; row++) {
-        for (size_t panel = 0; panel < width; panel++) {
-          const Floats found[1] = {load(product.c + row * dim_ + panel * kPanelWidth)};
-          ending.end(row, panel, found);
-        }
-      }
     }
   }
 
  private:
-  // AMX tiles store their sums.
-  using Value = std::conditional<kMultipliesTiles<Code8>, Code8, ValueCode>::type;
-
   static constexpr size_t kPassPanels = 8;  // panels of values in one product
   // Smallest scale of a value, relative to the largest one of a row and chunk, and in all. Smaller ones, such as that
   // of a value of zeros, count as these, so that weights divided by scales are finite.
   static constexpr float kSmallestShare = 0x1p-96f, kSmallestScale = 0x1p-110f;
-
-  template <class Type>
-  static void set_ending(Product<Type>& product, const Ending<ValueCode>& ending) {
-    if constexpr (kHasEnding<Type>) product.ending = &ending;
-  }
 
   // For positive numbers, log2(x) in exponent units within 2^-15.9 * kExponentUnit.
   static LLM_INLINE Floats exponent_of(Floats x) {
@@ -406,7 +387,6 @@ class QuantizedTile {
   float* q_scale_ = nullptr;                 // [rows]
   int32_t* q_offset_ = nullptr;              // [rows], added by products with keys
   Weight* weights_ = nullptr;                // [rows, kChunkTokens]
-  float* sums_ = nullptr;                    // [rows, dim], 32-bit integers with another type
   float* score_scale_ = nullptr;             // [rows], factor of scores, in exponent units unless they are modified
   float* largest_ = nullptr;                 // [rows], largest exponent of the current chunk
   float* share_ = nullptr;                   // [rows], its weight relative to the reference, divided by kMaxWeight
@@ -417,9 +397,9 @@ class QuantizedTile {
   size_t num_groups_ = 0, num_sets_ = 0;
   size_t first_token_ = 0, end_token_ = 0;  // of the last set
   const KeyCode* keys_[kChunkGroups];
-  const Value* values_[kChunkGroups];
+  const ValueCode* values_[kChunkGroups];
   const KeyCode* values_after_[kChunkGroups];  // groups to be prefetched
-  const Value* next_keys_[kChunkGroups];
+  const ValueCode* next_keys_[kChunkGroups];
   alignas(64) float key_scales_[kChunkTokens];
   alignas(64) float value_scales_[kChunkTokens];
 };

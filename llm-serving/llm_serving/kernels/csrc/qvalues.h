@@ -256,11 +256,9 @@ LLM_INLINE void store_in_16_bits(const Byte* qvalues, int16_t* target) {
 template <>
 constexpr bool kMultipliesTiles<Code8> = true;
 
-// For few rows in parts of a step, as in decode attention, vector registers are faster than tiles; sums are the same.
 template <>
 inline void multiply<Code8>(const Product<Code8>& product) {
-  const bool is_small = product.rows <= kRowMultiple && product.inputs < kStep<Code8> && product.a_tile == 0;
-  is_small ? multiply_vectors(product) : multiply_tiles(product);
+  multiply_tiles(product);
 }
 #endif
 
