@@ -10,9 +10,13 @@ namespace llm::LLM_ISA {
 
 // Chunks of a segment, whose sums are added before they join those of other segments.
 constexpr size_t kSegmentChunks = 16;
-// Rows of a tile: their scores, weights and sums fit the first-level cache. With qvalues, more rows share the scales of
-// a chunk, which outweighs what no longer fits.
+// Rows of a tile: their scores, weights and sums fit the first-level cache; with AMX tiles, whole blocks of rows that
+// fit the second-level cache. With qvalues, more rows share the scales of a chunk, which outweighs what no longer fits.
+#if defined(LLM_AMX)
+constexpr size_t kAttentionRows = 128;
+#else
 constexpr size_t kAttentionRows = 48;
+#endif
 constexpr size_t kQuantizedAttentionRows = 96;
 
 // Work of one tile: `count` query positions of one request and all heads that share KV head `kv_head`, for the segments
