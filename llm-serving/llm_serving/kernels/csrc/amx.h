@@ -138,6 +138,37 @@ __attribute__((optimize("O3"))) inline void emulated_multiply_qvalues(int c, int
     }                                     \
   } while (0)
 
+// What large products prefetch at each step, a few lines of memory at a time, because all at once would delay the loads
+// of tiles: the sums of the following rows, into the first-level cache; the following two panels and the rows of the
+// following pass, into the second-level cache.
+struct Ahead {
+  static constexpr size_t kLine = 64;
+  static constexpr size_t kSumLines = 2, kPanelLines = 2, kRowLines = 4;
+
+  const char* sums[2];
+  const char* panels[2];
+  const char* rows;
+  // Bytes from a step to the next; 0: there is nothing to prefetch, and the pointers are to memory in a cache.
+  size_t sums_step = 0, panels_step = 0, rows_step = 0;
+
+  explicit Ahead(const char* cached) : sums{cached, cached}, panels{cached, cached}, rows(cached) {}
+
+  LLM_INLINE void prefetch() {
+#pragma GCC unroll 2
+    for (size_t p = 0; p < 2; p++) {
+#pragma GCC unroll 2
+      for (size_t i = 0; i < kSumLines; i++) __builtin_prefetch(sums[p] + i * kLine);
+#pragma GCC unroll 2
+      for (size_t i = 0; i < kPanelLines; i++) __builtin_prefetch(panels[p] + i * kLine, 0, 2);
+      sums[p] += sums_step;
+      panels[p] += panels_step;
+    }
+#pragma GCC unroll 4
+    for (size_t i = 0; i < kRowLines; i++) __builtin_prefetch(rows + i * kLine, 0, 2);
+    rows += rows_step;
+  }
+};
+
 // Sums of up to 32 rows and two panels, and the products to add to them or to zero (see `Product` of tile.h).
 template <class Element, class Activation>
 struct TileProduct {
@@ -148,14 +179,15 @@ struct TileProduct {
   size_t a_step;    // elements of `a` for each input, at whole steps: 16 in tiles, 1 in rows
   size_t a_high;    // to row 16
   const Element* const* panels;
-  const Element* const* next;  // panels that are read afterwards, to be prefetched; may be null
-  size_t panels_stride;        // from the panels of a segment to those of the next
+  const Element* const* next;      // panels that are read afterwards; may be null
+  size_t next_first, next_stride;  // of their lines in a step, those that this product prefetches
+  Ahead* ahead;                    // null if there are few rows
+  size_t panels_stride;            // from the panels of a segment to those of the next
   size_t segments, inputs;
   float* c;
   size_t c_stride;
   size_t c_panel;
   bool add_to_c;
-  bool streams_a;  // the panels are also used by other rows, so keep them in the first-level cache
 };
 
 // Configuration of the tiles, cached because loading one takes about as long as a step of products.
@@ -185,17 +217,62 @@ void prefetch_step(const TileProduct<Element, Activation>& product, size_t segme
   constexpr size_t kInputs = kColumnBytes / sizeof(Element);
   for (size_t p = 0; p < (product.two_panels ? 2 : 1); p++) {
     const Element* next = product.next[segment * product.panels_stride + p] + k * kPanelWidth;
-    for (size_t i = 0; i < step; i += kInputs) __builtin_prefetch(next + i * kPanelWidth);
+    for (size_t i = product.next_first * kInputs; i < step; i += product.next_stride * kInputs) {
+      __builtin_prefetch(next + i * kPanelWidth);
+    }
   }
 }
 
 // Adds the inputs from `first` to `last` of every segment, `step` at a time.
+template <bool kHigh, bool kTwoPanels, bool kLarge, class Element, class Activation>
+LLM_INLINE void add_steps(const TileProduct<Element, Activation>& product, size_t first, size_t last, size_t step) {
+  const size_t a_bytes = product.a_stride * sizeof(Activation);
+  Ahead ahead = kLarge ? *product.ahead : Ahead(nullptr);
+  const size_t a_step = product.a_step * step, panel_step = step * kPanelWidth;
+  for (size_t segment = 0; segment < product.segments; segment++) {
+    const Activation* low = product.a + segment * product.inputs + first * product.a_step;
+    const Activation* high = low + product.a_high;
+    const Element* const* panels = product.panels + segment * product.panels_stride;
+    const Element* left = panels[0] + first * kPanelWidth;
+    const Element* right = panels[kTwoPanels ? 1 : 0] + first * kPanelWidth;
+    for (size_t k = first; k < last; k += step) {
+      if (!kLarge && product.next != nullptr) prefetch_step(product, segment, k, step);
+      if constexpr (kLarge) ahead.prefetch();
+      LLM_TILE_LOAD(6, left, 64);
+      if constexpr (kLarge) {
+        LLM_TILE_STREAM(4, low, a_bytes);
+      } else {
+        LLM_TILE_LOAD(4, low, a_bytes);
+      }
+      LLM_TILE_ADD(0, 4, 6);
+      if constexpr (kTwoPanels) {
+        LLM_TILE_LOAD(7, right, 64);
+        LLM_TILE_ADD(1, 4, 7);
+      }
+      if constexpr (kHigh) {
+        if constexpr (kLarge) {
+          LLM_TILE_STREAM(5, high, a_bytes);
+        } else {
+          LLM_TILE_LOAD(5, high, a_bytes);
+        }
+        LLM_TILE_ADD(2, 5, 6);
+        if constexpr (kTwoPanels) LLM_TILE_ADD(3, 5, 7);
+      }
+      left += panel_step;
+      right += panel_step;
+      low += a_step;
+      high += a_step;
+    }
+  }
+  if constexpr (kLarge) *product.ahead = ahead;
+}
+
+// The same, with the sums before and after it.
 template <class Element, class Activation>
-void add_steps(const TileProduct<Element, Activation>& product, size_t first, size_t last, size_t step, bool add_to_c,
-               TileShape& shape) {
+void add_inputs(const TileProduct<Element, Activation>& product, size_t first, size_t last, size_t step, bool add_to_c,
+                TileShape& shape) {
   configure(product.rows, step * sizeof(Element), shape);
   const bool high = product.rows > kTileHeight;
-  const size_t a_bytes = product.a_stride * sizeof(Activation);
   const size_t c_bytes = product.c_stride * sizeof(float);
   float* high_c = product.c + kTileHeight * product.c_stride;
   if (add_to_c) {
@@ -209,32 +286,16 @@ void add_steps(const TileProduct<Element, Activation>& product, size_t first, si
     LLM_TILE_ZERO(2);
     LLM_TILE_ZERO(3);
   }
-  for (size_t segment = 0; segment < product.segments; segment++) {
-    const Activation* a = product.a + segment * product.inputs;
-    const Element* const* panels = product.panels + segment * product.panels_stride;
-    for (size_t k = first; k < last; k += step) {
-      if (product.next != nullptr) prefetch_step(product, segment, k, step);
-      const Activation* low = a + k * product.a_step;
-      if (product.streams_a) {
-        LLM_TILE_STREAM(4, low, a_bytes);
-      } else {
-        LLM_TILE_LOAD(4, low, a_bytes);
-      }
-      LLM_TILE_LOAD(6, panels[0] + k * kPanelWidth, 64);
-      LLM_TILE_ADD(0, 4, 6);
-      if (product.two_panels) {
-        LLM_TILE_LOAD(7, panels[1] + k * kPanelWidth, 64);
-        LLM_TILE_ADD(1, 4, 7);
-      }
-      if (!high) continue;
-      if (product.streams_a) {
-        LLM_TILE_STREAM(5, low + product.a_high, a_bytes);
-      } else {
-        LLM_TILE_LOAD(5, low + product.a_high, a_bytes);
-      }
-      LLM_TILE_ADD(2, 5, 6);
-      if (product.two_panels) LLM_TILE_ADD(3, 5, 7);
-    }
+  if (high && product.two_panels && product.ahead != nullptr) {
+    add_steps<true, true, true>(product, first, last, step);
+  } else if (high && product.two_panels) {
+    add_steps<true, true, false>(product, first, last, step);
+  } else if (high) {
+    add_steps<true, false, false>(product, first, last, step);
+  } else if (product.two_panels) {
+    add_steps<false, true, false>(product, first, last, step);
+  } else {
+    add_steps<false, false, false>(product, first, last, step);
   }
   LLM_TILE_STORE(0, product.c, c_bytes);
   if (product.two_panels) LLM_TILE_STORE(1, product.c + product.c_panel, c_bytes);
@@ -246,10 +307,10 @@ void add_steps(const TileProduct<Element, Activation>& product, size_t first, si
 template <class Element, class Activation>
 void multiply_by_tiles(const TileProduct<Element, Activation>& product, TileShape& shape) {
   const size_t whole = product.inputs / kStep<Element> * kStep<Element>;
-  if (whole > 0) add_steps(product, 0, whole, kStep<Element>, product.add_to_c, shape);
+  if (whole > 0) add_inputs(product, 0, whole, kStep<Element>, product.add_to_c, shape);
   if (whole < product.inputs || product.inputs == 0) {
     const size_t left = product.inputs == 0 ? kHalfStep : product.inputs - whole;
-    add_steps(product, whole, product.inputs, left, product.add_to_c || whole > 0, shape);
+    add_inputs(product, whole, product.inputs, left, product.add_to_c || whole > 0, shape);
   }
 }
 

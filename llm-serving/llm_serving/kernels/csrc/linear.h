@@ -11,7 +11,7 @@
 namespace llm::LLM_ISA {
 
 // Inputs of one pass over the rows. Four panels of a pass (32 KB as multiplied) stay in the first-level cache; with AMX
-// tiles, for which storing and loading sums costs as much as eight steps, two panels of twice as many inputs. If
+// tiles, for which storing and loading sums costs as much as four steps, two panels of twice as many inputs. If
 // products are fast, the next four panels must fit as well (16 KB each). With enough tiles to read panels one by one,
 // they are read into the second-level cache, which holds longer passes, so sums are stored and loaded less often. With
 // AVX2, a panel of a pass (16 KB) and the activations of a tile stay in the first-level cache.
@@ -24,11 +24,17 @@ constexpr size_t pass_inputs(size_t rows) {
   return (rows > (kTilePanels - 1) * kTileRows ? 131072 : 16384) / kInput;
 }
 
-// Most rows of a unit of work: few enough that their sums and the inputs of a pass stay in the second-level cache and
-// each thread has several units, but enough that unpacking panels pays.
+// Most rows of a unit of work: few enough that their sums, and the inputs of a pass and of the next one, stay in the
+// second-level cache and each thread has several units, but enough that unpacking panels pays.
+#if defined(LLM_AMX)
+constexpr size_t kMaxRows = 256;
+#else
 constexpr size_t kMaxRows = LLM_AVX2_ONLY ? 128 : 512;
+#endif
 constexpr size_t kMinRows = 96;
 constexpr size_t kUnitsPerThread = 6;
+// Rows of at most this size stay in the second-level cache from a pass to the next.
+constexpr size_t kCachedRowBytes = 512 * 1024;
 static_assert(kMaxPassWidth % pass_inputs<BFloat16>(1) == 0 && kMaxPassWidth % pass_inputs<BFloat16>(4096) == 0);
 
 // Most panels of a unit of work: few enough that threads end together, and fewer if the next pass is read meanwhile.
@@ -249,9 +255,9 @@ void add_products(const Activations<Element>& x, size_t row, size_t rows, const 
     product.a_stride = x.layout.width;
     product.a_tile = x.layout.tile;
     product.add_to_c = k > 0;
-    // AMX tiles use so much of the second-level cache that prefetched lines would be evicted; the hardware prefetcher
-    // was faster.
-    product.next = kMultipliesTiles<Element> && rows > kRowMultiple ? nullptr : pass.next;
+    product.next = pass.next;
+    const bool stays = rows * x.inputs * sizeof(*x.data) <= kCachedRowBytes;
+    product.a_next = stays ? nullptr : x.at(row, k + inputs < x.inputs ? k + inputs : 0);
     multiply(product);
   }
 }

@@ -166,9 +166,10 @@ struct Product {
   size_t c_stride = kPanelWidth;
   size_t c_panel = rows * kPanelWidth;  // elements from the sums of a panel to those of the next
   bool add_to_c = false;
-  size_t panels_at_once = kTilePanels;  // panels side by side in registers
-  const Packed* const* next = nullptr;  // like panels: read afterwards, to be prefetched; may be null
-  const float* row_scales = nullptr;    // [rows], if Operand::end uses them
+  size_t panels_at_once = kTilePanels;            // panels side by side in registers
+  const Packed* const* next = nullptr;            // like panels: read afterwards, to be prefetched; may be null
+  const ActivationOf<Element>* a_next = nullptr;  // like `a`: read afterwards; may be null
+  const float* row_scales = nullptr;              // [rows], if Operand::end uses them
   const Ending<Element>* ending = nullptr;
 
   Product(size_t rows, const ActivationOf<Element>* a, const Element* const* panels, size_t num_panels, size_t inputs,
@@ -397,17 +398,41 @@ void multiply(const Product<Element>& product) {
 }
 
 #if defined(LLM_AMX)
+// Sets what the product of a block of rows and two panels prefetches. The first block of rows does not prefetch panels,
+// because it is still reading its own.
+template <class Element>
+void look_ahead(const Product<Element>& product, size_t row, size_t panel, const float* c, Ahead& ahead) {
+  if (product.add_to_c) {
+    const float* sums = c + kRowMultiple * product.c_stride;
+    ahead.sums[0] = reinterpret_cast<const char*>(sums);
+    ahead.sums[1] = reinterpret_cast<const char*>(sums + product.c_panel);
+    ahead.sums_step = Ahead::kSumLines * Ahead::kLine;
+  }
+  if (row == 0) ahead.panels_step = 0;
+  if (row != kRowMultiple || product.next == nullptr) return;
+  const size_t after = panel + 2 < product.num_panels ? panel + 2 : 0;
+  const Element* const* next = after > 0 ? product.panels + after : product.next;
+  ahead.panels[0] = reinterpret_cast<const char*>(next[0]);
+  ahead.panels[1] = reinterpret_cast<const char*>(next[after + 1 < product.num_panels ? 1 : 0]);
+  ahead.panels_step = Ahead::kPanelLines * Ahead::kLine;
+}
+
 // With AMX tiles, in blocks of 32 rows and two panels.
 template <class Element>
 void multiply_tiles(const Product<Element>& product) {
   TileShape shape;
   const TiledLayout tiles = {product.rows, product.a_stride, product.a_tile};
-  const bool in_tiles = product.a_tile > 0;
+  const bool in_tiles = product.a_tile > 0, is_large = in_tiles && product.rows > kRowMultiple;
+  Ahead ahead(reinterpret_cast<const char*>(product.c));
+  if (product.a_next != nullptr) {
+    ahead.rows = reinterpret_cast<const char*>(product.a_next);
+    ahead.rows_step = Ahead::kRowLines * Ahead::kLine;
+  }
   for (size_t panel = 0; panel < product.num_panels; panel += 2) {
-    for (size_t row = 0; row < product.rows; row += 2 * kTileHeight) {
+    for (size_t row = 0; row < product.rows; row += kRowMultiple) {
       const size_t left = product.rows - row;
       TileProduct<Element, ActivationOf<Element>> part;
-      part.rows = left < 2 * kTileHeight ? left : 2 * kTileHeight;
+      part.rows = left < kRowMultiple ? left : kRowMultiple;
       part.two_panels = panel + 1 < product.num_panels;
       part.a = product.a + tiles.row_offset(row);
       part.a_stride = in_tiles ? product.a_tile : product.a_stride;
@@ -415,7 +440,8 @@ void multiply_tiles(const Product<Element>& product) {
       part.a_high = tiles.row_offset(kTileHeight);
       part.panels = product.panels + panel;
       part.next = product.next == nullptr ? nullptr : product.next + panel;
-      part.streams_a = product.rows > kRowMultiple;
+      part.next_first = row / kRowMultiple;
+      part.next_stride = (product.rows + kRowMultiple - 1) / kRowMultiple;
       part.panels_stride = product.num_panels;
       part.segments = product.segments;
       part.inputs = product.inputs;
@@ -423,6 +449,8 @@ void multiply_tiles(const Product<Element>& product) {
       part.c_stride = product.c_stride;
       part.c_panel = product.c_panel;
       part.add_to_c = product.add_to_c;
+      part.ahead = is_large ? &ahead : nullptr;
+      if (is_large) look_ahead(product, row, panel, part.c, ahead);
       multiply_by_tiles(part, shape);
     }
   }
