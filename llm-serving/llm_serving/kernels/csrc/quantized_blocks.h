@@ -1,0 +1,201 @@
+// Rows quantized to 8 bits with a scale for each 32 inputs, and the numbers of weights in blocks (packed_blocks.h), of
+// which blocks.h computes products.
+#pragma once
+
+#include "linear.h"
+#include "packed_blocks.h"
+#include "quantized_rows.h"
+
+namespace llm::LLM_ISA {
+
+// A byte of a packed panel.
+struct BlockByte {
+  uint8_t bits;
+};
+
+template <>
+struct Operand<BlockByte> {
+  using Activation = int8_t;
+  static constexpr int32_t kOffset = 0;
+  static constexpr size_t kMultiple = kBlockInputs;
+#if defined(__AVX512VNNI__)
+  static constexpr bool kQuick = true;
+#else
+  static constexpr bool kQuick = false;
+#endif
+};
+
+constexpr size_t kHalfBlock = kBlockInputs / 2;
+constexpr size_t kBlockLines = kBlockInputs / kFourInputs;
+constexpr size_t kHalfLines = kBlockLines / 2;
+
+// Rows as qvalues with a scale for each 32 inputs, [blocks][rows], and the sums of their qvalues.
+struct QuantizedBlocks : Activations<BlockByte> {
+  const float* scale;
+  const int32_t* block_sums;  // [blocks][rows]
+  const int32_t* half_sums;   // [2 * blocks][rows], of 16 inputs
+
+  const int32_t* sums_of(size_t group) const { return group == kHalfBlock ? half_sums : block_sums; }
+};
+
+// The sum of the sixteen int8 numbers of half a block.
+LLM_INLINE int32_t half_sum(const uint8_t* qvalues) {
+#if defined(__SSE2__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(qvalues));
+  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 128 * static_cast<int32_t>(kHalfBlock);
+#else
+  int32_t sum = 0;
+  for (size_t i = 0; i < kHalfBlock; i++) sum += static_cast<int8_t>(qvalues[i]);
+  return sum;
+#endif
+}
+
+template <class Element>
+QuantizedBlocks block_rows(const LinearArgs& args) {
+  const ActivationForm<BlockByte> form(args.m, args.k);
+  const size_t blocks = form.inputs / kBlockInputs, numbers = blocks * args.m;
+  const size_t stride = args.x_layout.or_rows(args.m, args.k).width, bytes = form.bytes(args.m);
+  auto* qvalues = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + 1));
+  auto* scale = static_cast<float*>(scratch(Scratch::kItems, 4 * numbers * sizeof(float) + 1));
+  auto* block_sums = reinterpret_cast<int32_t*>(scale + numbers);
+  int32_t* half_sums = block_sums + numbers;
+  for_rows_of_x(args, [&](size_t row) {
+    const Element* x = static_cast<const Element*>(args.x) + row * stride;
+    for (size_t block = 0, k = 0; block < blocks; block++, k += kBlockInputs) {
+      const size_t at = block * args.m + row;
+      const Floats factor = broadcast(code_factor(largest_bits(x + k, kBlockInputs), &scale[at]));
+      uint8_t* target = qvalues + form.layout.at(row, k);
+      encode(x + k, kBlockInputs, factor, scale[at] == scale[at], 0, target);
+      const int32_t first = half_sum(target), second = half_sum(target + kHalfBlock);
+      half_sums[2 * block * args.m + row] = first;
+      half_sums[(2 * block + 1) * args.m + row] = second;
+      block_sums[at] = first + second;
+    }
+  });
+  return {{form, qvalues}, scale, block_sums, half_sums};
+}
+
+inline const BlockByte* whole_panel(const LinearArgs& args, size_t panel, size_t, BlockByte*) {
+  const size_t at = args.qvalues->first_panel + panel;
+  const BlockSegment& segment = args.qvalues->segment_of(at);
+  const size_t bytes = BlockLayout(segment.form).panel_bytes(args.k);
+  return static_cast<const BlockByte*>(args.weight) + segment.offset + (at - segment.first_panel) * bytes;
+}
+
+// What is subtracted from qvalues of `kBits` bits, so that they are signed: AVX2 multiplies 8 bits faster then.
+#if LLM_AVX2_ONLY && defined(LLM_BYTE_PAIRS)
+template <size_t kBits>
+constexpr int32_t kLineOffset = kBits == 8 ? kCodeOffset : 0;
+#else
+template <size_t kBits>
+constexpr int32_t kLineOffset = 0;
+#endif
+
+// Shifts bits at position `from` of each byte to position `to`, and keeps those of `mask`.
+LLM_INLINE NativeInt moved_bits(NativeInt bytes, int from, int to, int32_t mask) {
+  const NativeUint bits = (NativeUint)bytes;
+  return (NativeInt)(to >= from ? bits << (to - from) : bits >> (from - to)) & mask;
+}
+
+// Line `line` of a block of planes.
+template <size_t kBits>
+LLM_INLINE CodeFactor line_of(const uint8_t* planes, size_t line) {
+  if constexpr (kBits == 8) return load_qvalues(planes + line * kLineBytes);
+  CodeFactor result = load_qvalues(planes + low_plane(kBits, line) * kLineBytes);
+  LLM_FOR_PARTS result.part[i] = moved_bits(result.part[i], line % 2 * 4, 0, 0x0f0f0f0f);
+  if constexpr (kBits > 4) {
+    constexpr size_t kHighBits = kBits - 4;
+    const CodeFactor high = load_qvalues(planes + high_plane(kBits, line) * kLineBytes);
+    const int from = static_cast<int>(line % lines_of_high_plane(kBits) * kHighBits);
+    LLM_FOR_PARTS result.part[i] |= moved_bits(high.part[i], from, 4, kHighBits == 1 ? 0x10101010 : 0x30303030);
+  }
+  return result;
+}
+
+// The same, minus kLineOffset.
+template <size_t kBits>
+LLM_INLINE CodeFactor factors_of(const uint8_t* planes, size_t line) {
+  const CodeFactor result = line_of<kBits>(planes, line);
+  return kLineOffset<kBits> == 0 ? result : minus_offset(result);
+}
+
+// The number of bits for which add_line is compiled: 4 and 5 bits share a form, and without vpmaddubsw all do.
+constexpr size_t product_bits([[maybe_unused]] size_t bits) {
+#if defined(LLM_BYTE_PAIRS)
+  return bits <= 5 ? 5 : bits;
+#else
+  return 8;
+#endif
+}
+
+// Adds the products of line `line` of four with four qvalues of a row. vpmaddubsw adds two products in 16 bits, which
+// are at most 2 * 127 * (2^bits - 1). As many of its results as 16 bits can hold are added in `halves`. Signed qvalues
+// of 8 bits: their magnitudes are multiplied by the row's qvalues with their signs, so two products are at most
+// 2 * 127 * 128.
+template <size_t kBits>
+LLM_INLINE void add_line([[maybe_unused]] size_t line, const CodeFactor& weights, const CodeFactor& four,
+                         [[maybe_unused]] CodeFactor& halves, Floats& sum) {
+#if defined(LLM_BYTE_PAIRS)
+  if constexpr (kBits < 8 || kLineOffset<kBits> > 0) {
+    constexpr size_t kLines = kBits <= 5 ? 4 : kBits == 6 ? 2 : 1;
+    LLM_FOR_PARTS {
+      NativeHalves product;
+      if constexpr (kBits < 8) {
+        product = multiply_bytes(weights.part[i], four.part[i]);
+      } else {
+#if LLM_AVX2_ONLY
+        const __m256i bytes = (__m256i)weights.part[i];
+        const __m256i qvalues = _mm256_sign_epi8((__m256i)four.part[i], bytes);
+        product = multiply_bytes((NativeInt)_mm256_abs_epi8(bytes), (NativeInt)qvalues);
+#endif
+      }
+      if (line % kLines > 0) product += (NativeHalves)halves.part[i];
+      halves.part[i] = (NativeInt)product;
+      if (line % kLines == kLines - 1) {
+        sum.part[i] = (NativeFloat)((NativeInt)sum.part[i] + add_halves(product));
+      }
+    }
+    return;
+  }
+#endif
+  sum = add_fours<kBits == 8>(weights, four, sum);
+}
+
+// The scales and minima of a group of sixteen columns.
+struct GroupNumbers {
+  Floats scale, minimum;
+};
+
+// Reads the numbers of groups of a chunk, exactly.
+template <bool kMinima>
+struct GroupReader {
+  const BlockLayout& layout;
+  const uint8_t* records;
+  const bool has_units;
+  Floats scale_unit, minimum_unit;
+
+  LLM_INLINE GroupReader(const BlockLayout& layout, const BlockChunk& chunk)
+      : layout(layout), records(chunk.records), has_units(layout.unit_bytes > 0) {
+    const auto* units = reinterpret_cast<const Float16*>(chunk.units);
+    scale_unit = has_units ? load(units) : zeros();
+    minimum_unit = kMinima && has_units ? load(units + kPanelWidth) : zeros();
+  }
+
+  LLM_INLINE GroupNumbers numbers(size_t group) const {
+    const uint8_t* record = records + group * layout.record_bytes;
+    const auto* halves = reinterpret_cast<const Float16*>(record);
+    if (!has_units) return {load(halves), kMinima ? load(halves + kPanelWidth) : zeros()};
+    const Floats scale = load(reinterpret_cast<const int8_t*>(record)) * scale_unit;
+    return {scale, kMinima ? load(record + kPanelWidth) * minimum_unit : zeros()};
+  }
+};
+
+// What a group adds to the total of a row, before the scale of the row.
+template <bool kMinima>
+LLM_INLINE Floats group_value(const Floats& sums, const GroupNumbers& numbers, Floats row_sum) {
+  const Floats value = to_numbers(sums) * numbers.scale;
+  return kMinima ? value - row_sum * numbers.minimum : value;
+}
+
+}  // namespace llm::LLM_ISA
