@@ -34,13 +34,11 @@ LLM_INLINE Floats dequantized(const CodeFactor& line, int input, Floats zero, co
 // Writes sixteen pairs of elements.
 LLM_INLINE void store_pairs(BFloat16* target, const Floats& first, const Floats& second) {
 #if defined(__AVX512BF16__)
-  BFloat16 even[kPanelWidth], odd[kPanelWidth];
-  store(even, first);
-  store(odd, second);
-  for (size_t column = 0; column < kPanelWidth; column++) {
-    target[2 * column] = even[column];
-    target[2 * column + 1] = odd[column];
-  }
+  alignas(64) static constexpr uint16_t kOrder[2 * kPanelWidth] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                                   21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                                   11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second.part[0], (__m512)first.part[0]);
+  _mm512_storeu_si512(target, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
 #else
   LLM_FOR_PARTS {
     const NativeUint pairs = bfloat16_bits(first.part[i]) | bfloat16_bits(second.part[i]) << 16;
