@@ -4,7 +4,8 @@
 // tmm0-3  sums: rows 0-15 and 16-31 by two panels      tmm4-5  activations of those rows      tmm6-7  the two panels
 // tdpbf16ps sums the products of a step of 32 inputs (even and odd ones apart) from zero and then adds to the sums, so
 // the division of the inputs into steps is part of the order: steps of 32 from the first input on, and one of 16 at the
-// end. tdpbusd adds products of 64 unsigned and signed qvalues in 32 bits exactly, so any division gives the same sums.
+// end. tdpbusd and tdpbsud add products of up to 64 signed and unsigned qvalues in 32 bits exactly, so any division
+// gives the same sums.
 //
 // LLM_AMX_EMULATED replaces the instructions by loops, so that the rest can be tested on a CPU without AMX.
 #pragma once
@@ -87,16 +88,17 @@ __attribute__((optimize("O3"))) inline void emulated_multiply(int c, int a, int 
   }
 }
 
-// Products of unsigned and signed qvalues: exact.
-__attribute__((optimize("O3"))) inline void emulated_multiply_qvalues(int c, int a, int b) {
+// Products of qvalues of 8 bits: exact.
+template <class A, class B>
+__attribute__((optimize("O3"))) void emulated_multiply_qvalues(int c, int a, int b) {
   for (size_t row = 0; row < emulated.config.rows[c]; row++) {
     int32_t sums[kPanelWidth];
     __builtin_memcpy(sums, emulated.bytes[c] + row * 64, sizeof(sums));
     for (size_t four = 0; four < emulated.config.rows[b]; four++) {
       for (size_t column = 0; column < kPanelWidth; column++) {
         for (size_t i = 0; i < kColumnBytes; i++) {
-          const auto x = static_cast<uint8_t>(emulated.bytes[a][row * 64 + kColumnBytes * four + i]);
-          sums[column] += x * static_cast<int8_t>(emulated.bytes[b][four * 64 + kColumnBytes * column + i]);
+          const auto x = static_cast<A>(emulated.bytes[a][row * 64 + kColumnBytes * four + i]);
+          sums[column] += x * static_cast<B>(emulated.bytes[b][four * 64 + kColumnBytes * column + i]);
         }
       }
     }
@@ -111,7 +113,8 @@ __attribute__((optimize("O3"))) inline void emulated_multiply_qvalues(int c, int
 #define LLM_TILE_STORE(tile, target, stride) emulated_store(tile, target, stride)
 #define LLM_TILE_ZERO(tile) __builtin_memset(emulated.bytes[tile], 0, sizeof(emulated.bytes[tile]))
 #define LLM_TILE_MULTIPLY(c, a, b) emulated_multiply(c, a, b)
-#define LLM_TILE_MULTIPLY_QVALUES(c, a, b) emulated_multiply_qvalues(c, a, b)
+#define LLM_TILE_MULTIPLY_QVALUES(c, a, b) emulated_multiply_qvalues<uint8_t, int8_t>(c, a, b)
+#define LLM_TILE_MULTIPLY_BLOCKS(c, a, b) emulated_multiply_qvalues<int8_t, uint8_t>(c, a, b)
 #else
 // Written out because gcc 12's intrinsics do not tell the compiler which memory they read.
 #define LLM_TILE_CONFIGURE(config) asm volatile("ldtilecfg %0" ::"m"(config) : "memory")
@@ -127,6 +130,7 @@ __attribute__((optimize("O3"))) inline void emulated_multiply_qvalues(int c, int
 #define LLM_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile::)
 #define LLM_TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 #define LLM_TILE_MULTIPLY_QVALUES(c, a, b) asm volatile("tdpbusd %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
+#define LLM_TILE_MULTIPLY_BLOCKS(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c::)
 #endif
 
 #define LLM_TILE_ADD(c, a, b)             \

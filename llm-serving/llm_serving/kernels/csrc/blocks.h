@@ -9,7 +9,11 @@
 #pragma once
 
 #include "quantized_blocks.h"
+#if defined(LLM_AMX)
+#include "amx_blocks.h"
+#else
 #include "wide_tiles.h"
+#endif
 
 namespace llm::LLM_ISA {
 

@@ -24,13 +24,12 @@ constexpr size_t pass_inputs(size_t rows) {
   return (rows > (kTilePanels - 1) * kTileRows ? 131072 : 16384) / kInput;
 }
 
-// Most rows of a unit of work: few enough that their sums, and the inputs of a pass and of the next one, stay in the
-// second-level cache and each thread has several units, but enough that unpacking panels pays.
-#if defined(LLM_AMX)
-constexpr size_t kMaxRows = 256;
-#else
-constexpr size_t kMaxRows = LLM_AVX2_ONLY ? 128 : 512;
-#endif
+// Most rows of a unit of work: few enough that their sums and the inputs of a pass, with AMX tiles also those of the
+// next pass, stay in the second-level cache and each thread has several units, but enough that unpacking panels pays.
+template <class Element>
+constexpr size_t kMaxRows = kMultipliesTiles<Element> ? 256
+                            : LLM_AVX2_ONLY           ? 128
+                                                      : 512;
 constexpr size_t kMinRows = 96;
 constexpr size_t kUnitsPerThread = 6;
 // Rows of at most this size stay in the second-level cache from a pass to the next.
@@ -170,14 +169,14 @@ struct Units {
   size_t panels, panel_groups;  // panels of columns of y
   size_t all_panels;
 
-  Units(const LinearArgs& args, size_t max_panels)
+  Units(const LinearArgs& args, size_t max_panels, size_t max_rows)
       : all_panels((args.n + kPanelWidth - 1) / kPanelWidth / halves(args)) {
     const size_t m = args.m;
     auto of_half = [&](size_t count) { return count < halves(args) ? 1 : count / halves(args); };
     const size_t min_panels = of_half(m < kTileRows ? kTilePanels : 2);
     const size_t wanted = kUnitsPerThread * num_threads();
     panels = of_half(max_panels);
-    set(m, (m + kMaxRows - 1) / kMaxRows);
+    set(m, (m + max_rows - 1) / max_rows);
     while (count() < wanted && rows >= 2 * kMinRows) set(m, 2 * row_blocks);
     while (count() < wanted && panels > min_panels) {
       panels /= 2;
@@ -353,7 +352,8 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
 
 template <class Element, class Result, class Prepared>
 void linear_into(const LinearArgs& args, const Prepared& x) {
-  const Units units(args, unit_panels<typename Prepared::Packed>(args.m));
+  using Packed = typename Prepared::Packed;
+  const Units units(args, unit_panels<Packed>(args.m), kMaxRows<Packed>);
   auto body = [&](size_t i) { linear_unit<Element, Result>(args, x, units, i); };
   parallel_for(units.count(), body);
 }

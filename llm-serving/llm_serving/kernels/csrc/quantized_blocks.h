@@ -53,7 +53,10 @@ LLM_INLINE int32_t half_sum(const uint8_t* qvalues) {
 
 template <class Element>
 QuantizedBlocks block_rows(const LinearArgs& args) {
-  const ActivationForm<BlockByte> form(args.m, args.k);
+  ActivationForm<BlockByte> form(args.m, args.k);
+#if defined(LLM_AMX)
+  if (args.m > kTileRows) form.layout.tile = kBlockInputs;  // contiguous tiles of 16 rows
+#endif
   const size_t blocks = form.inputs / kBlockInputs, numbers = blocks * args.m;
   const size_t stride = args.x_layout.or_rows(args.m, args.k).width, bytes = form.bytes(args.m);
   auto* qvalues = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + 1));

@@ -1,0 +1,152 @@
+// Products of rows and widened panels of blocks by AMX tiles.
+//
+// A tile multiplies the 16 or 32 inputs of a group, so a quarter or half of what it could. Its sums are stored, scaled
+// and added to the totals in vector registers, which takes longer than the products.
+#pragma once
+
+#include "amx.h"
+#include "wide_panels.h"
+
+namespace llm::LLM_ISA {
+
+// Rows that tiles multiply together, at most.
+constexpr size_t kWideRows = kRowMultiple;
+
+// Groups whose sums tiles compute before they are added to totals. Products of tiles and vector instructions are not
+// interleaved: they wait for the same execution port, so both would be slower.
+constexpr size_t kGroupsTogether = 2;
+
+// Up to 32 rows times two panels, or one, with AMX tiles. The sums of a group are stored before they are scaled.
+template <bool kMinima>
+class BlockTiles {
+ public:
+  BlockTiles(const WidePanels& panels, const QuantizedBlocks& x, size_t row, size_t rows, size_t prefetched)
+      : panels_(panels),
+        x_(x),
+        row_(row),
+        rows_(rows),
+        group_(panels.form.group),
+        block_groups_(kBlockInputs / group_),
+        groups_(panels.blocks * block_groups_),
+        prefetched_(prefetched),
+        low_(x.at(row, panels.first_block * kBlockInputs)),
+        high_(low_ + x.layout.row_offset(kTileHeight)) {
+    configure(rows, group_, shape_);
+  }
+
+  // Adds the products with a panel, and the next one if `has_two`, to the totals. `panel_stride`: from the totals of a
+  // panel to those of the next.
+  void multiply(size_t panel, bool has_two, float* totals, size_t panel_stride) {
+    alignas(64) Sums sums[kGroupsTogether];
+    for (size_t group = 0; group < groups_; group += kGroupsTogether) {
+      const size_t count = groups_ - group < kGroupsTogether ? groups_ - group : kGroupsTogether;
+      for (size_t i = 0; i < count; i++) sum_group(panel, has_two, group + i, sums[i]);
+      for (size_t p = 0; p < (has_two ? 2 : 1); p++) {
+        float* to = totals + p * panel_stride;
+        if (count == kGroupsTogether) {
+          add_groups<kGroupsTogether>(panel + p, group, sums, p, to);
+        } else {
+          for (size_t i = 0; i < count; i++) add_groups<1>(panel + p, group + i, sums + i, p, to);
+        }
+      }
+    }
+  }
+
+ private:
+  // The sums of a group, and what they need of each row.
+  struct Sums {
+    int32_t sums[2][kRowMultiple][kPanelWidth];  // of two panels
+    float of_rows[kRowMultiple];                 // sums of the qvalues of rows, if there are minima
+    int32_t offset[kRowMultiple];                // added to the sums otherwise
+  };
+
+  // Computes the sums of a group, and prefetches some of the packed bytes that are widened next.
+  void sum_group(size_t panel, bool has_two, size_t group, Sums& result) {
+    const size_t at = group / block_groups_ * kTileHeight * kBlockInputs + group % block_groups_ * group_;
+    const size_t of_panel = group * group_ * kPanelWidth;
+    for (size_t i = 0; i < panels_.group_lines && prefetched_ < panels_.next_bytes; i++, prefetched_ += kLineBytes) {
+      __builtin_prefetch(panels_.next[panel] + prefetched_, 0, 2);
+      if (has_two) __builtin_prefetch(panels_.next[panel + 1] + prefetched_, 0, 2);
+    }
+    LLM_TILE_ZERO(0);
+    LLM_TILE_ZERO(1);
+    LLM_TILE_ZERO(2);
+    LLM_TILE_ZERO(3);
+    LLM_TILE_LOAD(6, panels_.qvalues[panel] + of_panel, kLineBytes);
+    LLM_TILE_LOAD(4, low_ + at, kBlockInputs);
+    LLM_TILE_MULTIPLY_BLOCKS(0, 4, 6);
+    if (has_two) {
+      LLM_TILE_LOAD(7, panels_.qvalues[panel + 1] + of_panel, kLineBytes);
+      LLM_TILE_MULTIPLY_BLOCKS(1, 4, 7);
+    }
+    if (rows_ > kTileHeight) {
+      LLM_TILE_LOAD(5, high_ + at, kBlockInputs);
+      LLM_TILE_MULTIPLY_BLOCKS(2, 5, 6);
+      if (has_two) LLM_TILE_MULTIPLY_BLOCKS(3, 5, 7);
+    }
+    const int32_t* row_sums =
+        x_.sums_of(group_) + (panels_.first_block * block_groups_ + group) * x_.layout.rows + row_;
+    const int32_t zero = -static_cast<int32_t>(panels_.form.zero);
+    for (size_t r = 0; r < rows_; r++) {
+      if constexpr (kMinima) {
+        result.of_rows[r] = static_cast<float>(row_sums[r]);
+      } else {
+        result.offset[r] = zero * row_sums[r];
+      }
+    }
+    LLM_TILE_STORE(0, result.sums[0], kLineBytes);
+    if (has_two) LLM_TILE_STORE(1, result.sums[1], kLineBytes);
+    if (rows_ > kTileHeight) {
+      LLM_TILE_STORE(2, result.sums[0][kTileHeight], kLineBytes);
+      if (has_two) LLM_TILE_STORE(3, result.sums[1][kTileHeight], kLineBytes);
+    }
+  }
+
+  // Adds `kCount` groups to the totals of the rows and one panel.
+  template <size_t kCount>
+  LLM_INLINE void add_groups(size_t panel, size_t group, const Sums* sums, size_t p, float* totals) {
+    GroupNumbers numbers[kCount];
+    const float* scales[kCount];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < kCount; i++) {
+      numbers[i] = panels_.numbers[panel][group + i];
+      scales[i] = x_.scale + (panels_.first_block + (group + i) / block_groups_) * x_.layout.rows + row_;
+    }
+    for (size_t r = 0; r < rows_; r++) {
+      Floats total = load(totals + r * kPanelWidth);
+#pragma GCC unroll 8
+      for (size_t i = 0; i < kCount; i++) {
+        Floats found = load(reinterpret_cast<const float*>(sums[i].sums[p][r]));
+        if constexpr (!kMinima) found = add_sums(found, broadcast_sum(sums[i].offset[r]));
+        const Floats row_sum = kMinima ? broadcast(sums[i].of_rows[r]) : zeros();
+        total = total + group_value<kMinima>(found, numbers[i], row_sum) * broadcast(scales[i][r]);
+      }
+      store(totals + r * kPanelWidth, total);
+    }
+  }
+
+  const WidePanels& panels_;
+  const QuantizedBlocks& x_;
+  const size_t row_, rows_, group_, block_groups_, groups_;
+  size_t prefetched_;
+  const int8_t *low_, *high_;
+  TileShape shape_;
+};
+
+// Multiplies rows by widened panels.
+template <bool kMinima, size_t>
+void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row, size_t rows,
+                    float* totals) {
+  const size_t panel_stride = rows * kPanelWidth, groups = panels.blocks * kBlockInputs / panels.form.group;
+  for (size_t r = 0; r < rows; r += kRowMultiple) {
+    const size_t height = rows - r < kRowMultiple ? rows - r : kRowMultiple;
+    const size_t prefetched = r / kRowMultiple * groups * panels.group_lines * kLineBytes;
+    for (size_t panel = 0; panel < count; panel += 2) {
+      BlockTiles<kMinima> tiles(panels, x, row + r, height, prefetched);
+      tiles.multiply(panel, panel + 1 < count, totals + panel * panel_stride + r * kPanelWidth, panel_stride);
+    }
+  }
+  LLM_TILE_RELEASE();
+}
+
+}  // namespace llm::LLM_ISA
