@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 from harness.figures import Figure, Stopwatch, greedy, random_prompts
-from harness.machine_limits import Limits, LostCoresMeter, StepCost, decode_seconds, prompt_seconds
+from harness.machine_limits import BLOCKS, Limits, LostCoresMeter, StepCost, decode_seconds, prompt_seconds
 from harness.work_agent_start import start_up, started
 from llm_serving.config import load_config
 from llm_serving.core.enums import QuantizationName
@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures: list[Figure] = []
 
     quant = config.quant
-    measured = partial(Limits.measure, arguments.dtype, quant.quantization, int8_kv_cache=quant.has_int8_kv_cache)
+    is_gguf = arguments.model.suffix == ".gguf"
+    weights = BLOCKS if is_gguf and quant.quantization is None else quant.quantization
+    measured = partial(Limits.measure, arguments.dtype, weights, int8_kv_cache=quant.has_int8_kv_cache)
     highest: dict[str, Limits] = {}
 
     def run(test: str, measure: Callable[[SurroundingLimits], list[Figure]]) -> None:
@@ -85,8 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run("L", lambda _: start_up(config))
     if arguments.tests != ["L"]:
         llm = LLM(config)
-        cost = StepCost(llm.model_spec, arguments.dtype, config.quant.quantization, config.quant.has_int8_kv_cache)
-        llm.generate(random_prompts(llm, 2, 16, 99), greedy(4))
+        cost = StepCost(llm.model_spec, arguments.dtype, weights, quant.has_int8_kv_cache)
+        read = [_weight_bytes() for _ in llm.stream(random_prompts(llm, 2, 16, 99), greedy(4))]
+        if weights in (BLOCKS, QuantizationName.BLOCKS_A16):
+            cost = replace(cost, counted_bytes=_bytes_of_a_step(read))
         if "A" in arguments.tests:
             run("A", partial(single_stream, llm, arguments.runs, arguments.prompt, cost))
         if "B" in arguments.tests:

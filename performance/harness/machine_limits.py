@@ -28,7 +28,9 @@ READ_BYTES: Final = 1 << 30
 SECONDS_A_TRY: Final = 0.05
 NUM_TRIES: Final = 8
 CACHE_LEVELS: Final = (1, 2)
-MULTIPLIED_AS: Final = {"w8a8": "int8", "w4a8": "int8"}
+BLOCKS: Final = "blocks"
+"""Weight format of a GGUF file that is served as it is."""
+MULTIPLIED_AS: Final = {"w8a8": "int8", "w4a8": "int8", BLOCKS: "int8"}
 """Weight format -> type that its products multiply; other formats multiply the model dtype."""
 
 
@@ -116,7 +118,8 @@ class StepCost:
     quantization: str | None = None
     int8_kv_cache: bool = False
     counted_bytes: float | None = None
-    """Bytes of the weights that a step has read, if they depend on the chosen experts; None: those of one row."""
+    """Bytes of the weights that a step has read, if they depend on the chosen experts or on the types of a GGUF file;
+    None: those of one row."""
 
     def reading(self, counted_bytes: float) -> StepCost:
         """Return the cost of steps that read so many bytes of weights; unchanged for a network without experts."""
