@@ -142,9 +142,9 @@ __attribute__((optimize("O3"))) void emulated_multiply_qvalues(int c, int a, int
     }                                     \
   } while (0)
 
-// What large products prefetch at each step, a few lines of memory at a time, because all at once would delay the loads
-// of tiles: the sums of the following rows, into the first-level cache; the following two panels and the rows of the
-// following pass, into the second-level cache.
+// Addresses that products of more than 32 rows prefetch, a few lines at each step: many prefetches at once would delay
+// the loads of tiles. Sums of the following rows go to the first-level cache; the following two panels, and the rows of
+// the following pass, go to the second-level cache.
 struct Ahead {
   static constexpr size_t kLine = 64;
   static constexpr size_t kSumLines = 2, kPanelLines = 2, kRowLines = 4;
@@ -152,7 +152,7 @@ struct Ahead {
   const char* sums[2];
   const char* panels[2];
   const char* rows;
-  // Bytes from a step to the next; 0: there is nothing to prefetch, and the pointers are to memory in a cache.
+  // Bytes from a step to the next. With 0, each step prefetches the same cached lines, which spares a branch.
   size_t sums_step = 0, panels_step = 0, rows_step = 0;
 
   explicit Ahead(const char* cached) : sums{cached, cached}, panels{cached, cached}, rows(cached) {}
@@ -184,8 +184,8 @@ struct TileProduct {
   size_t a_high;    // to row 16
   const Element* const* panels;
   const Element* const* next;      // panels that are read afterwards; may be null
-  size_t next_first, next_stride;  // of their lines in a step, those that this product prefetches
-  Ahead* ahead;                    // null if there are few rows
+  size_t next_first, next_stride;  // at each step, lines next_first, next_first + next_stride .. of them are prefetched
+  Ahead* ahead;                    // null for up to 32 rows, and if `a` is not in tiles
   size_t panels_stride;            // from the panels of a segment to those of the next
   size_t segments, inputs;
   float* c;
@@ -271,7 +271,7 @@ LLM_INLINE void add_steps(const TileProduct<Element, Activation>& product, size_
   if constexpr (kLarge) *product.ahead = ahead;
 }
 
-// The same, with the sums before and after it.
+// Loads the sums into tiles, or sets them to zero, adds inputs as add_steps does, and stores the sums.
 template <class Element, class Activation>
 void add_inputs(const TileProduct<Element, Activation>& product, size_t first, size_t last, size_t step, bool add_to_c,
                 TileShape& shape) {

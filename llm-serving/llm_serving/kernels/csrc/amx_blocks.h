@@ -1,7 +1,7 @@
 // Products of rows and widened panels of blocks by AMX tiles.
 //
-// A tile multiplies the 16 or 32 inputs of a group, so a quarter or half of what it could. Its sums are stored, scaled
-// and added to the totals in vector registers, which takes longer than the products.
+// A tile could multiply 64 inputs, but a group has only 16 or 32. The sums of a group are stored, and then scaled and
+// added to the totals in vector registers, which takes longer than the products.
 #pragma once
 
 #include "amx.h"
@@ -12,11 +12,11 @@ namespace llm::LLM_ISA {
 // Rows that tiles multiply together, at most.
 constexpr size_t kWideRows = kRowMultiple;
 
-// Groups whose sums tiles compute before they are added to totals. Products of tiles and vector instructions are not
-// interleaved: they wait for the same execution port, so both would be slower.
+// Groups whose sums the tiles compute before vector instructions scale them. The two are not interleaved, because that
+// was slower: 83 ns instead of 21 and 37 ns for four products and 240 vector instructions.
 constexpr size_t kGroupsTogether = 2;
 
-// Up to 32 rows times two panels, or one, with AMX tiles. The sums of a group are stored before they are scaled.
+// Multiplies up to 32 rows by one or two panels.
 template <bool kMinima>
 class BlockTiles {
  public:
@@ -53,11 +53,11 @@ class BlockTiles {
   }
 
  private:
-  // The sums of a group, and what they need of each row.
+  // The sums of a group for two panels, and one number for each row.
   struct Sums {
-    int32_t sums[2][kRowMultiple][kPanelWidth];  // of two panels
-    float of_rows[kRowMultiple];                 // sums of the qvalues of rows, if there are minima
-    int32_t offset[kRowMultiple];                // added to the sums otherwise
+    int32_t sums[2][kRowMultiple][kPanelWidth];
+    float of_rows[kRowMultiple];   // with minima: the sum of the qvalues of the row
+    int32_t offset[kRowMultiple];  // without: -zero times that sum, which is added to the sums
   };
 
   // Computes the sums of a group, and prefetches some of the packed bytes that are widened next.

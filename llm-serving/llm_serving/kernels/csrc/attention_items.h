@@ -10,8 +10,9 @@ namespace llm::LLM_ISA {
 
 // Chunks of a segment, whose sums are added before they join those of other segments.
 constexpr size_t kSegmentChunks = 16;
-// Rows of a tile: their scores, weights and sums fit the first-level cache; with AMX tiles, whole blocks of rows that
-// fit the second-level cache. With qvalues, more rows share the scales of a chunk, which outweighs what no longer fits.
+// Rows of an attention tile. Their scores, weights and sums fit the first-level cache. With AMX they fit the
+// second-level cache, and the number is a multiple of 32, so that the configuration of the AMX tiles rarely changes.
+// With qvalues, more rows share the scales of a chunk, which outweighs what no longer fits.
 #if defined(LLM_AMX)
 constexpr size_t kAttentionRows = 128;
 #else

@@ -24,15 +24,17 @@ constexpr size_t pass_inputs(size_t rows) {
   return (rows > (kTilePanels - 1) * kTileRows ? 131072 : 16384) / kInput;
 }
 
-// Most rows of a unit of work: few enough that their sums and the inputs of a pass, with AMX tiles also those of the
-// next pass, stay in the second-level cache and each thread has several units, but enough that unpacking panels pays.
+// Most rows of a unit of work: few enough that their sums and the inputs of a pass stay in the second-level cache and
+// each thread has several units, but enough that unpacking panels pays. Products by AMX tiles prefetch the inputs of
+// the next pass, which must fit as well.
 template <class Element>
 constexpr size_t kMaxRows = kMultipliesTiles<Element> ? 256
                             : LLM_AVX2_ONLY           ? 128
                                                       : 512;
 constexpr size_t kMinRows = 96;
 constexpr size_t kUnitsPerThread = 6;
-// Rows of at most this size stay in the second-level cache from a pass to the next.
+// If all inputs of the rows of a unit take at most this many bytes, they stay in the second-level cache between passes,
+// so they are not prefetched.
 constexpr size_t kCachedRowBytes = 512 * 1024;
 static_assert(kMaxPassWidth % pass_inputs<BFloat16>(1) == 0 && kMaxPassWidth % pass_inputs<BFloat16>(4096) == 0);
 

@@ -1,5 +1,5 @@
-// Rows quantized to 8 bits with a scale for each 32 inputs, and the numbers of weights in blocks (packed_blocks.h), of
-// which blocks.h computes products.
+// Rows quantized to 8 bits with a scale for each 32 inputs, and the integers, scales and minima of weights in blocks
+// (packed_blocks.h). blocks.h multiplies the two.
 #pragma once
 
 #include "linear.h"
@@ -55,7 +55,7 @@ template <class Element>
 QuantizedBlocks block_rows(const LinearArgs& args) {
   ActivationForm<BlockByte> form(args.m, args.k);
 #if defined(LLM_AMX)
-  if (args.m > kTileRows) form.layout.tile = kBlockInputs;  // contiguous tiles of 16 rows
+  if (args.m > kTileRows) form.layout.tile = kBlockInputs;  // 16 rows x 32 inputs are contiguous
 #endif
   const size_t blocks = form.inputs / kBlockInputs, numbers = blocks * args.m;
   const size_t stride = args.x_layout.or_rows(args.m, args.k).width, bytes = form.bytes(args.m);

@@ -204,7 +204,8 @@ Pool& pool() {
   return *instance;
 }
 
-// Buffers of at least a quarter of a large page use large pages, which take fewer entries of the TLB.
+// Larger buffers than a quarter of this are rounded up to large pages and ask the operating system for them: they need
+// fewer entries of the TLB.
 constexpr size_t kLargePage = 2 << 20;
 
 struct Buffer {

@@ -127,7 +127,7 @@ constexpr size_t kRowMultiple = 2 * kTileHeight;
 constexpr size_t kRowMultiple = kTileRows;
 #endif
 
-// Whether products of a type use AMX tiles.
+// Whether `multiply` uses AMX tiles for a type. Products of blocks have their own (amx_blocks.h).
 template <class Element>
 constexpr bool kMultipliesTiles = false;
 #if defined(LLM_AMX)
