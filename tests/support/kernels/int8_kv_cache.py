@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from support.kernels.quantized_products import Singles, quantize_rows, rotate, rotated_block
+from support.kernels.quantized_products import Singles, fused, quantize_rows, rotate, rotated_block
 
 Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
@@ -99,10 +99,4 @@ def polynomial(coefficients: list[float], x: Singles) -> Singles:
     result = np.full(x.shape, coefficients[0], np.float32)
     for coefficient in coefficients[1:]:
         result = fused(result, x, np.float32(coefficient))
-    return result
-
-
-def fused(a: Singles, b: Singles | np.float32, c: Singles | np.float32) -> Singles:
-    """Return a * b + c, rounded once (nearly always)."""
-    result: Singles = (a.astype(np.float64) * b + c).astype(np.float32)
     return result

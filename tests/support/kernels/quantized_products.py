@@ -61,11 +61,21 @@ def w4a8(
 
 
 def blocks(
-    x: Floats, qvalues: NDArray[np.uint8], zero: int, scales: Singles, minima: Singles | None, group_size: int
+    x: Floats,
+    qvalues: NDArray[np.uint8],
+    zero: int,
+    scales: Singles,
+    minima: Singles | None,
+    group_size: int,
+    *,
+    is_fused: bool = True,
 ) -> Singles:
     """Multiply by weights in GGUF blocks (csrc/blocks.h). Every `BLOCK` inputs of a row of x share a scale. `scales`
-    and `minima` are [N, groups]; a group has 16 or 32 columns. The quantized value `zero` represents 0.
+    and `minima` are [N, groups]; a group has 16 or 32 columns. The quantized value `zero` represents 0. `is_fused`:
+    whether the instruction set has fused multiply-adds.
     """
+    if minima is None:
+        minima = scales * np.float32(zero)
     m, k = x.shape
     rows, row_scales = quantize_rows(x.reshape(-1, BLOCK))
     groups = rows.reshape(m, -1, group_size).astype(np.float64)
@@ -74,14 +84,15 @@ def blocks(
     with np.errstate(over="ignore", invalid="ignore"):
         for group in range(k // group_size):
             columns = slice(group * group_size, (group + 1) * group_size)
-            numbers = qvalues[:, columns].astype(np.float64) - zero
-            sums = (groups[:, group] @ numbers.T).astype(np.float32)
-            value = without_subnormals(sums * scales[:, group])
-            if minima is not None:
-                row_sums = groups[:, group].sum(axis=1).astype(np.float32)
-                value = without_subnormals(value - without_subnormals(row_sums[:, None] * minima[:, group]))
-            value = without_subnormals(value * row_scales[:, group, None])
-            totals = without_subnormals(totals + value)
+            sums = (groups[:, group] @ qvalues[:, columns].astype(np.float64).T).astype(np.float32)
+            scale = row_scales[:, group, None]
+            scaled = without_subnormals(sums * scales[:, group])
+            negative_sums = (0 - groups[:, group].sum(axis=1)).astype(np.float32)[:, None]
+            for a, b in ((scaled, scale), (minima[:, group], without_subnormals(negative_sums * scale))):
+                if is_fused:
+                    totals = without_subnormals(fused(a, b, totals))
+                else:
+                    totals = without_subnormals(totals + without_subnormals(a * b))
     return totals
 
 
@@ -96,6 +107,24 @@ def quantize_rows(x: Floats) -> tuple[NDArray[np.int8], Singles]:
         row_scales = np.where(used, largest / np.float32(127), np.float32(0))
     qvalues = np.rint(values * factors[:, None]).astype(np.int8)
     return qvalues, np.where(finite, row_scales, np.float32(np.nan)).astype(np.float32)
+
+
+def fused(a: Singles, b: Singles | np.float32, c: Singles | np.float32) -> Singles:
+    """Return a * b + c, rounded once.
+
+    float64 represents the product exactly. The sum is rounded to odd there: if it is inexact, of the two nearest
+    numbers of float64 the one whose last bit is 1 is taken. Rounding that number to float32 gives what rounding the
+    exact sum would give (Boldo and Melquiond 2008).
+    """
+    product = a.astype(np.float64) * b
+    total = product + c
+    c_part = total - product
+    error = (product - (total - c_part)) + (c - c_part)
+    is_even = total.view(np.int64) % 2 == 0
+    towards = np.where(error > 0, np.inf, -np.inf)
+    total = np.where(is_even & ((error > 0) | (error < 0)), np.nextafter(total, towards), total)
+    result: Singles = total.astype(np.float32)
+    return result
 
 
 def rotate(x: Floats) -> Singles:

@@ -17,7 +17,6 @@ constexpr size_t kWideRows = kRowMultiple;
 constexpr size_t kGroupsTogether = 2;
 
 // Multiplies up to 32 rows by one or two panels.
-template <bool kMinima>
 class BlockTiles {
  public:
   BlockTiles(const WidePanels& panels, const QuantizedBlocks& x, size_t row, size_t rows, size_t prefetched)
@@ -53,11 +52,9 @@ class BlockTiles {
   }
 
  private:
-  // The sums of a group for two panels, and one number for each row.
+  // The sums of a group for two panels.
   struct Sums {
-    int32_t sums[2][kRowMultiple][kPanelWidth];
-    float of_rows[kRowMultiple];   // with minima: the sum of the qvalues of the row
-    int32_t offset[kRowMultiple];  // without: -zero times that sum, which is added to the sums
+    int32_t of_panel[2][kRowMultiple][kPanelWidth];
   };
 
   // Computes the sums of a group, and prefetches some of the packed bytes that are widened next.
@@ -84,21 +81,11 @@ class BlockTiles {
       LLM_TILE_MULTIPLY_BLOCKS(2, 5, 6);
       if (has_two) LLM_TILE_MULTIPLY_BLOCKS(3, 5, 7);
     }
-    const int32_t* row_sums =
-        x_.sums_of(group_) + (panels_.first_block * block_groups_ + group) * x_.layout.rows + row_;
-    const int32_t zero = -static_cast<int32_t>(panels_.form.zero);
-    for (size_t r = 0; r < rows_; r++) {
-      if constexpr (kMinima) {
-        result.of_rows[r] = static_cast<float>(row_sums[r]);
-      } else {
-        result.offset[r] = zero * row_sums[r];
-      }
-    }
-    LLM_TILE_STORE(0, result.sums[0], kLineBytes);
-    if (has_two) LLM_TILE_STORE(1, result.sums[1], kLineBytes);
+    LLM_TILE_STORE(0, result.of_panel[0], kLineBytes);
+    if (has_two) LLM_TILE_STORE(1, result.of_panel[1], kLineBytes);
     if (rows_ > kTileHeight) {
-      LLM_TILE_STORE(2, result.sums[0][kTileHeight], kLineBytes);
-      if (has_two) LLM_TILE_STORE(3, result.sums[1][kTileHeight], kLineBytes);
+      LLM_TILE_STORE(2, result.of_panel[0][kTileHeight], kLineBytes);
+      if (has_two) LLM_TILE_STORE(3, result.of_panel[1][kTileHeight], kLineBytes);
     }
   }
 
@@ -106,20 +93,20 @@ class BlockTiles {
   template <size_t kCount>
   LLM_INLINE void add_groups(size_t panel, size_t group, const Sums* sums, size_t p, float* totals) {
     GroupNumbers numbers[kCount];
-    const float* scales[kCount];
+    const float *scales[kCount], *negative[kCount];
 #pragma GCC unroll 8
     for (size_t i = 0; i < kCount; i++) {
       numbers[i] = panels_.numbers[panel][group + i];
       scales[i] = x_.scale + (panels_.first_block + (group + i) / block_groups_) * x_.layout.rows + row_;
+      const size_t at = panels_.first_block * block_groups_ + group + i;
+      negative[i] = x_.sums_of(group_).negative + at * x_.layout.rows + row_;
     }
     for (size_t r = 0; r < rows_; r++) {
       Floats total = load(totals + r * kPanelWidth);
 #pragma GCC unroll 8
       for (size_t i = 0; i < kCount; i++) {
-        Floats found = load(reinterpret_cast<const float*>(sums[i].sums[p][r]));
-        if constexpr (!kMinima) found = add_sums(found, broadcast_sum(sums[i].offset[r]));
-        const Floats row_sum = kMinima ? broadcast(sums[i].of_rows[r]) : zeros();
-        total = total + group_value<kMinima>(found, numbers[i], row_sum) * broadcast(scales[i][r]);
+        const Floats found = load(reinterpret_cast<const float*>(sums[i].of_panel[p][r]));
+        total = add_group(total, found, numbers[i], scales[i][r], negative[i][r]);
       }
       store(totals + r * kPanelWidth, total);
     }
@@ -134,7 +121,7 @@ class BlockTiles {
 };
 
 // Multiplies rows by widened panels.
-template <bool kMinima, size_t>
+template <size_t>
 void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row, size_t rows,
                     float* totals) {
   const size_t panel_stride = rows * kPanelWidth, groups = panels.blocks * kBlockInputs / panels.form.group;
@@ -142,7 +129,7 @@ void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlock
     const size_t height = rows - r < kRowMultiple ? rows - r : kRowMultiple;
     const size_t prefetched = r / kRowMultiple * groups * panels.group_lines * kLineBytes;
     for (size_t panel = 0; panel < count; panel += 2) {
-      BlockTiles<kMinima> tiles(panels, x, row + r, height, prefetched);
+      BlockTiles tiles(panels, x, row + r, height, prefetched);
       tiles.multiply(panel, panel + 1 < count, totals + panel * panel_stride + r * kPanelWidth, panel_stride);
     }
   }

@@ -1,11 +1,13 @@
 // Products of weights in blocks (packed_blocks.h) and rows quantized to 8 bits, with a scale for each 32 inputs.
 //
 // rows     scale = largest magnitude of the 32 inputs / 127; qvalue = input * (127 / largest), as in quantized_rows.h
-// sums     sum of (qvalue - zero) * qvalue of the row over the inputs of a group; exact in 32 bits, so in any order
-// results  sum of (sum * scale - sum of the row's qvalues * minimum) * scale of the row over groups in ascending order
+// sums     sum of qvalue * qvalue of the row over the inputs of a group; exact in 32 bits, so in any order
+// results  for each group in ascending order, add (sum * scale) * scale of the row, then subtract
+//          minimum * (sum of the row's qvalues * scale of the row); see GroupNumbers
 //
-// Each product and each sum of results is rounded to float32, without fused multiply-adds. Every instruction set
-// computes the same bits as tests/support/kernels/quantized_products.py.
+// What is in parentheses is rounded to float32; the two additions are fused with their multiplications, so a total is
+// rounded once by each. Every instruction set with fused multiply-adds computes the same bits as
+// tests/support/kernels/quantized_products.py; `plain` rounds the products of the additions as well.
 #pragma once
 
 #include "quantized_blocks.h"
@@ -21,15 +23,15 @@ namespace llm::LLM_ISA {
 
 constexpr size_t kRegisterRows = 4;  // rows whose sums and totals stay in registers beside a widened line
 
-template <size_t kBits, bool kMinima, size_t kRows>
+template <size_t kBits, size_t kRows>
 void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x, size_t row,
                  float* totals) {
   constexpr size_t kChains = kRows <= 2 ? 2 : 1;  // sums of a group added up in turns, to hide latency
   const BlockLayout layout(form);
   const size_t rows = x.layout.rows;
   const bool is_half = form.group == kHalfBlock;
-  const int32_t zero = kMinima ? 0 : kLineOffset<kBits> - static_cast<int32_t>(form.zero);
-  const int32_t* row_sums = x.sums_of(form.group) + row;
+  const int32_t* row_sums = x.sums_of(form.group).sums + row;
+  const float* negative_sums = x.sums_of(form.group).negative + row;
   const float* row_scales = x.scale + row;
   const int8_t* a[kRows];
   Floats total[kRows];
@@ -42,7 +44,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
   const size_t block_lines = (layout.chunk_bytes / kLineBytes + kChunkBlocks - 1) / kChunkBlocks;
   for (size_t index = 0; index * kChunkInputs < k; index++) {
     const BlockChunk chunk(layout, panel, k, index);
-    const GroupReader<kMinima> reader(layout, chunk);
+    const GroupReader reader(form, layout, chunk);
     const uint8_t* planes = chunk.planes;
     size_t group = 0;
     const uint8_t* ahead = chunk.planes + kBytesAheadOfStream;
@@ -54,7 +56,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
         if (half == 0 || is_half) {
 #pragma GCC unroll 4
           for (size_t r = 0; r < kRows; r++) {
-            sums[0][r] = broadcast_sum(zero * row_sums[r]);
+            sums[0][r] = broadcast_sum(kLineOffset<kBits> * row_sums[r]);
             if constexpr (kChains > 1) sums[1][r] = broadcast_sum(0);
           }
         }
@@ -73,12 +75,11 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
           const GroupNumbers numbers = reader.numbers(group++);
 #pragma GCC unroll 4
           for (size_t r = 0; r < kRows; r++) {
-            const Floats row_sum = broadcast(kMinima ? static_cast<float>(row_sums[r]) : 0.0f);
             if constexpr (kChains > 1) sums[0][r] = add_sums(sums[0][r], sums[1][r]);
-            const Floats value = group_value<kMinima>(sums[0][r], numbers, row_sum);
-            total[r] = total[r] + value * broadcast(row_scales[r]);
+            total[r] = add_group(total[r], sums[0][r], numbers, row_scales[r], negative_sums[r]);
           }
           row_sums += rows;
+          negative_sums += rows;
         }
       }
 #pragma GCC unroll 4
@@ -89,7 +90,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
   for (size_t r = 0; r < kRows; r++) store(totals + r * kPanelWidth, total[r]);
 }
 
-template <size_t kBits, bool kMinima>
+template <size_t kBits>
 void block_panel_rows(const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x, size_t row,
                       size_t rows, float* totals) {
   const size_t tiles = (rows + kRegisterRows - 1) / kRegisterRows;
@@ -97,16 +98,16 @@ void block_panel_rows(const BlockForm& form, size_t k, const uint8_t* panel, con
     const size_t height = (rows + tiles - i - 1) / (tiles - i);
     switch (height) {
       case 1:
-        block_panel<kBits, kMinima, 1>(form, k, panel, x, row, totals);
+        block_panel<kBits, 1>(form, k, panel, x, row, totals);
         break;
       case 2:
-        block_panel<kBits, kMinima, 2>(form, k, panel, x, row, totals);
+        block_panel<kBits, 2>(form, k, panel, x, row, totals);
         break;
       case 3:
-        block_panel<kBits, kMinima, 3>(form, k, panel, x, row, totals);
+        block_panel<kBits, 3>(form, k, panel, x, row, totals);
         break;
       default:
-        block_panel<kBits, kMinima, 4>(form, k, panel, x, row, totals);
+        block_panel<kBits, 4>(form, k, panel, x, row, totals);
     }
     row += height;
     rows -= height;
@@ -118,15 +119,13 @@ inline void multiply_in_registers(const BlockForm& form, size_t k, const uint8_t
                                   size_t row, size_t rows, float* totals) {
   switch (form.bits) {
     case 4:
-      if (form.has_minima) return block_panel_rows<4, true>(form, k, panel, x, row, rows, totals);
-      return block_panel_rows<4, false>(form, k, panel, x, row, rows, totals);
+      return block_panel_rows<4>(form, k, panel, x, row, rows, totals);
     case 5:
-      if (form.has_minima) return block_panel_rows<5, true>(form, k, panel, x, row, rows, totals);
-      return block_panel_rows<5, false>(form, k, panel, x, row, rows, totals);
+      return block_panel_rows<5>(form, k, panel, x, row, rows, totals);
     case 6:
-      return block_panel_rows<6, false>(form, k, panel, x, row, rows, totals);
+      return block_panel_rows<6>(form, k, panel, x, row, rows, totals);
     default:
-      return block_panel_rows<8, false>(form, k, panel, x, row, rows, totals);
+      return block_panel_rows<8>(form, k, panel, x, row, rows, totals);
   }
 }
 
@@ -168,14 +167,12 @@ inline void multiply_widened(const BlockForm& form, size_t k, const uint8_t* con
         numbers += chunk.blocks * layout.block_groups;
       }
     }
-    if (form.has_minima) {
-      multiply_tiles<true, product_bits(5)>(panels, count, x, row, rows, totals);
-    } else if (form.bits == 8) {
-      multiply_tiles<false, 8>(panels, count, x, row, rows, totals);
+    if (form.bits == 8) {
+      multiply_tiles<8>(panels, count, x, row, rows, totals);
     } else if (form.bits == 6) {
-      multiply_tiles<false, product_bits(6)>(panels, count, x, row, rows, totals);
+      multiply_tiles<product_bits(6)>(panels, count, x, row, rows, totals);
     } else {
-      multiply_tiles<false, product_bits(5)>(panels, count, x, row, rows, totals);
+      multiply_tiles<product_bits(5)>(panels, count, x, row, rows, totals);
     }
   }
 }

@@ -1,5 +1,5 @@
 // Rows quantized to 8 bits with a scale for each 32 inputs, and the integers, scales and minima of weights in blocks
-// (packed_blocks.h). blocks.h multiplies the two.
+// (packed_blocks.h). blocks.h multiplies the two and defines the order of additions.
 #pragma once
 
 #include "linear.h"
@@ -29,13 +29,23 @@ constexpr size_t kHalfBlock = kBlockInputs / 2;
 constexpr size_t kBlockLines = kBlockInputs / kFourInputs;
 constexpr size_t kHalfLines = kBlockLines / 2;
 
-// Rows as qvalues with a scale for each 32 inputs, [blocks][rows], and the sums of their qvalues.
+// The sums of the qvalues of rows over each group of inputs, [groups][rows].
+struct GroupSums {
+  int32_t* sums;
+  float* negative;  // minus the sum times the scale of the row
+
+  LLM_INLINE void set(size_t at, int32_t sum, float scale) const {
+    sums[at] = sum;
+    negative[at] = static_cast<float>(-sum) * scale;
+  }
+};
+
+// Rows as qvalues with a scale for each 32 inputs, [blocks][rows].
 struct QuantizedBlocks : Activations<BlockByte> {
   const float* scale;
-  const int32_t* block_sums;  // [blocks][rows]
-  const int32_t* half_sums;   // [2 * blocks][rows], of 16 inputs
+  GroupSums of_blocks, of_halves;  // of 32 and of 16 inputs
 
-  const int32_t* sums_of(size_t group) const { return group == kHalfBlock ? half_sums : block_sums; }
+  const GroupSums& sums_of(size_t group) const { return group == kHalfBlock ? of_halves : of_blocks; }
 };
 
 // The sum of the sixteen int8 numbers of half a block.
@@ -60,9 +70,10 @@ QuantizedBlocks block_rows(const LinearArgs& args) {
   const size_t blocks = form.inputs / kBlockInputs, numbers = blocks * args.m;
   const size_t stride = args.x_layout.or_rows(args.m, args.k).width, bytes = form.bytes(args.m);
   auto* qvalues = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + 1));
-  auto* scale = static_cast<float*>(scratch(Scratch::kItems, 4 * numbers * sizeof(float) + 1));
-  auto* block_sums = reinterpret_cast<int32_t*>(scale + numbers);
-  int32_t* half_sums = block_sums + numbers;
+  auto* scale = static_cast<float*>(scratch(Scratch::kItems, 7 * numbers * sizeof(float) + 1));
+  float* negative = scale + numbers;
+  auto* sums = reinterpret_cast<int32_t*>(negative + 3 * numbers);
+  const GroupSums of_blocks = {sums, negative}, of_halves = {sums + numbers, negative + numbers};
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * stride;
     for (size_t block = 0, k = 0; block < blocks; block++, k += kBlockInputs) {
@@ -71,12 +82,12 @@ QuantizedBlocks block_rows(const LinearArgs& args) {
       uint8_t* target = qvalues + form.layout.at(row, k);
       encode(x + k, kBlockInputs, factor, scale[at] == scale[at], 0, target);
       const int32_t first = half_sum(target), second = half_sum(target + kHalfBlock);
-      half_sums[2 * block * args.m + row] = first;
-      half_sums[(2 * block + 1) * args.m + row] = second;
-      block_sums[at] = first + second;
+      of_halves.set(2 * block * args.m + row, first, scale[at]);
+      of_halves.set((2 * block + 1) * args.m + row, second, scale[at]);
+      of_blocks.set(at, first + second, scale[at]);
     }
   });
-  return {{form, qvalues}, scale, block_sums, half_sums};
+  return {{form, qvalues}, scale, of_blocks, of_halves};
 }
 
 inline const BlockByte* whole_panel(const LinearArgs& args, size_t panel, size_t, BlockByte*) {
@@ -165,40 +176,40 @@ LLM_INLINE void add_line([[maybe_unused]] size_t line, const CodeFactor& weights
   sum = add_fours<kBits == 8>(weights, four, sum);
 }
 
-// The scales and minima of a group of sixteen columns.
+// The scales and minima of a group of sixteen columns. A form without minima has a zero point, and
+// scale * (qvalue - zero) = scale * qvalue - minimum, where minimum = scale * zero.
 struct GroupNumbers {
   Floats scale, minimum;
 };
 
 // Reads the numbers of groups of a chunk, exactly.
-template <bool kMinima>
 struct GroupReader {
   const BlockLayout& layout;
+  const BlockForm& form;
   const uint8_t* records;
-  const bool has_units;
   Floats scale_unit, minimum_unit;
 
-  LLM_INLINE GroupReader(const BlockLayout& layout, const BlockChunk& chunk)
-      : layout(layout), records(chunk.records), has_units(layout.unit_bytes > 0) {
+  LLM_INLINE GroupReader(const BlockForm& form, const BlockLayout& layout, const BlockChunk& chunk)
+      : layout(layout), form(form), records(chunk.records) {
     const auto* units = reinterpret_cast<const Float16*>(chunk.units);
-    scale_unit = has_units ? load(units) : zeros();
-    minimum_unit = kMinima && has_units ? load(units + kPanelWidth) : zeros();
+    scale_unit = form.has_units ? load(units) : zeros();
+    minimum_unit = form.has_minima && form.has_units ? load(units + kPanelWidth) : zeros();
   }
 
   LLM_INLINE GroupNumbers numbers(size_t group) const {
     const uint8_t* record = records + group * layout.record_bytes;
     const auto* halves = reinterpret_cast<const Float16*>(record);
-    if (!has_units) return {load(halves), kMinima ? load(halves + kPanelWidth) : zeros()};
-    const Floats scale = load(reinterpret_cast<const int8_t*>(record)) * scale_unit;
-    return {scale, kMinima ? load(record + kPanelWidth) * minimum_unit : zeros()};
+    const Floats scale = form.has_units ? load(reinterpret_cast<const int8_t*>(record)) * scale_unit : load(halves);
+    if (!form.has_minima) return {scale, scale * broadcast(static_cast<float>(form.zero))};
+    return {scale, form.has_units ? load(record + kPanelWidth) * minimum_unit : load(halves + kPanelWidth)};
   }
 };
 
-// What a group adds to the total of a row, before the scale of the row.
-template <bool kMinima>
-LLM_INLINE Floats group_value(const Floats& sums, const GroupNumbers& numbers, Floats row_sum) {
-  const Floats value = to_numbers(sums) * numbers.scale;
-  return kMinima ? value - row_sum * numbers.minimum : value;
+// Adds a group to the total of a row. `negative_sum`: of GroupSums.
+LLM_INLINE Floats add_group(const Floats& total, const Floats& sums, const GroupNumbers& numbers, float row_scale,
+                            float negative_sum) {
+  const Floats with_sum = multiply_add(to_numbers(sums) * numbers.scale, broadcast(row_scale), total);
+  return multiply_add(numbers.minimum, broadcast(negative_sum), with_sum);
 }
 
 }  // namespace llm::LLM_ISA

@@ -72,7 +72,7 @@ void dequantize_panel(const BlockForm& form, const uint8_t* panel, size_t k, siz
   const size_t last = (first + inputs) / kBlockInputs;
   for (size_t block = first / kBlockInputs; block < last;) {
     const BlockChunk chunk(layout, panel, k, block / kChunkBlocks);
-    const GroupReader<kMinima> reader(layout, chunk);
+    const GroupReader reader(form, layout, chunk);
     size_t within = block % kChunkBlocks;
     for (; within < chunk.blocks && block < last; within++, block++) {
       const uint8_t* planes = chunk.planes + within * layout.plane_bytes;

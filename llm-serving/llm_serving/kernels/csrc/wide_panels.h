@@ -32,13 +32,8 @@ inline void widen_chunk(const BlockForm& form, const BlockLayout& layout, const 
       widen_planes<8>(chunk.planes, chunk.blocks, qvalues);
   }
   const size_t groups = chunk.blocks * layout.block_groups;
-  if (form.has_minima) {
-    const GroupReader<true> reader(layout, chunk);
-    for (size_t group = 0; group < groups; group++) numbers[group] = reader.numbers(group);
-  } else {
-    const GroupReader<false> reader(layout, chunk);
-    for (size_t group = 0; group < groups; group++) numbers[group] = reader.numbers(group);
-  }
+  const GroupReader reader(form, layout, chunk);
+  for (size_t group = 0; group < groups; group++) numbers[group] = reader.numbers(group);
 }
 
 // Panels of one form, whose qvalues are widened for the inputs of one pass.

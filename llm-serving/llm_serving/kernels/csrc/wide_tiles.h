@@ -17,16 +17,17 @@ constexpr size_t kWidePanels = 1;
 
 // Multiplies a few rows by the `kPanels` panels that begin at `panel`, and adds the products to the totals. `kBits`: as
 // product_bits returns it.
-template <bool kMinima, size_t kBits, size_t kRows, size_t kPanels>
+template <size_t kBits, size_t kRows, size_t kPanels>
 void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row, float* totals,
                size_t panel_stride, size_t prefetched) {
   const size_t rows = x.layout.rows, stride = x.layout.width;
   const bool is_half = panels.form.group == kHalfBlock;
   const size_t group_bytes = (is_half ? kHalfLines : kBlockLines) * kLineBytes;
-  const int32_t* row_sums = x.sums_of(panels.form.group) + panels.first_block * (is_half ? 2 : 1) * rows + row;
+  const size_t first_sum = panels.first_block * (is_half ? 2 : 1) * rows + row;
+  const int32_t* row_sums = x.sums_of(panels.form.group).sums + first_sum;
+  const float* negative_sums = x.sums_of(panels.form.group).negative + first_sum;
   const float* row_scales = x.scale + panels.first_block * rows + row;
   const int8_t* a = x.at(row, panels.first_block * kBlockInputs);
-  const int32_t zero = kMinima ? 0 : kLineOffset<kBits> - static_cast<int32_t>(panels.form.zero);
   const uint8_t* qvalues[kPanels];
   const GroupNumbers* numbers[kPanels];
   Floats total[kRows][kPanels];
@@ -46,7 +47,7 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
     Floats sums[kRows][kPanels];
 #pragma GCC unroll 8
     for (size_t r = 0; r < kRows; r++) {
-      const Floats begin = broadcast_sum(zero * row_sums[r]);
+      const Floats begin = broadcast_sum(kLineOffset<kBits> * row_sums[r]);
 #pragma GCC unroll 8
       for (size_t p = 0; p < kPanels; p++) sums[r][p] = begin;
     }
@@ -72,14 +73,14 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
     for (size_t p = 0; p < kPanels; p++) {
       // A load for each vector, as in load_qvalues: g++ copies the struct through memory.
       const auto* of_group = reinterpret_cast<const float*>(numbers[p]++);
-      const GroupNumbers group = {load(of_group), kMinima ? load(of_group + kPanelWidth) : zeros()};
+      const GroupNumbers group = {load(of_group), load(of_group + kPanelWidth)};
 #pragma GCC unroll 8
       for (size_t r = 0; r < kRows; r++) {
-        const Floats row_sum = kMinima ? to_numbers(broadcast_sum(row_sums[r])) : zeros();
-        total[r][p] = total[r][p] + group_value<kMinima>(sums[r][p], group, row_sum) * broadcast(row_scales[r]);
+        total[r][p] = add_group(total[r][p], sums[r][p], group, row_scales[r], negative_sums[r]);
       }
     }
     row_sums += rows;
+    negative_sums += rows;
     if (!is_half || !is_first_half) row_scales += rows;
   }
 #pragma GCC unroll 8
@@ -89,29 +90,29 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
   }
 }
 
-template <bool kMinima, size_t kBits, size_t kPanels>
+template <size_t kBits, size_t kPanels>
 void wide_tile_of(size_t height, const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row,
                   float* totals, size_t panel_stride, size_t prefetched) {
   switch (height) {
     case 1:
-      return wide_tile<kMinima, kBits, 1, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, 1, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 2:
-      return wide_tile<kMinima, kBits, 2, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, 2, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 3:
-      return wide_tile<kMinima, kBits, 3, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, 3, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 4:
-      return wide_tile<kMinima, kBits, 4, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, 4, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 5:
-      return wide_tile<kMinima, kBits, 5, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, 5, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 6:
-      return wide_tile<kMinima, kBits, 6, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, 6, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     default:
       return;
   }
 }
 
 // Multiplies rows by widened panels, in tiles of nearly equal height.
-template <bool kMinima, size_t kBits>
+template <size_t kBits>
 void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row, size_t rows,
                     float* totals) {
   const size_t tiles = (rows + kTileRows - 1) / kTileRows, panel_stride = rows * kPanelWidth;
@@ -122,11 +123,11 @@ void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlock
     size_t panel = 0;
     for (; panel + kWidePanels <= count; panel += kWidePanels) {
       float* to = totals + panel * panel_stride + r * kPanelWidth;
-      wide_tile_of<kMinima, kBits, kWidePanels>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
+      wide_tile_of<kBits, kWidePanels>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
     }
     if (panel < count) {
       float* to = totals + panel * panel_stride + r * kPanelWidth;
-      wide_tile_of<kMinima, kBits, 1>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
+      wide_tile_of<kBits, 1>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
     }
     r += height;
   }
