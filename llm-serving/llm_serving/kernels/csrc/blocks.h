@@ -49,7 +49,6 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
     size_t group = 0;
     const uint8_t* ahead = chunk.planes + kBytesAheadOfStream;
     for (size_t block = 0; block < chunk.blocks; block++, planes += layout.plane_bytes, row_scales += rows) {
-      for (size_t i = 0; i < block_lines; i++, ahead += kLineBytes) __builtin_prefetch(ahead, 0, 2);
       Floats sums[kChains][kRows];
 #pragma GCC unroll 2
       for (size_t half = 0; half < 2; half++) {
@@ -64,6 +63,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
 #pragma GCC unroll 4
         for (size_t i = 0; i < kHalfLines; i++) {
           const size_t line = half * kHalfLines + i;
+          if (line < block_lines) __builtin_prefetch(ahead + line * kLineBytes, 0, 2);
           const CodeFactor values = factors_of<kBits>(planes, line);
 #pragma GCC unroll 4
           for (size_t r = 0; r < kRows; r++) {
@@ -84,6 +84,8 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
       }
 #pragma GCC unroll 4
       for (size_t r = 0; r < kRows; r++) a[r] += kBlockInputs;
+      for (size_t i = kBlockLines; i < block_lines; i++) __builtin_prefetch(ahead + i * kLineBytes, 0, 2);
+      ahead += block_lines * kLineBytes;
     }
   }
 #pragma GCC unroll 4
