@@ -1,7 +1,8 @@
 // Products of rows and widened panels of blocks by AMX tiles.
 //
 // A tile could multiply 64 inputs, but a group has only 16 or 32. The sums of a group are stored, and then scaled and
-// added to the totals in vector registers, which takes longer than the products.
+// added to the totals in vector registers, which takes longer than the products. So few rows are multiplied faster in
+// vector registers alone (wide_tiles.h).
 #pragma once
 
 #include "amx.h"
@@ -9,17 +10,15 @@
 
 namespace llm::LLM_ISA {
 
-// Rows that tiles multiply together, at most.
-constexpr size_t kWideRows = kRowMultiple;
-
-// Groups whose sums the tiles compute before vector instructions scale them. The two are not interleaved, because that
-// was slower: 83 ns instead of 21 and 37 ns for four products and 240 vector instructions.
+// Groups whose sums the tiles compute together. The sums of the next groups are computed before these are scaled, so
+// that a CPU can do both at once. Alternating after every few instructions was slower.
 constexpr size_t kGroupsTogether = 2;
 
 // Multiplies up to 32 rows by one or two panels.
 class BlockTiles {
  public:
-  BlockTiles(const WidePanels& panels, const QuantizedBlocks& x, size_t row, size_t rows, size_t prefetched)
+  BlockTiles(const WidePanels& panels, const QuantizedBlocks& x, size_t row, size_t rows, size_t prefetched,
+             TileShape& shape)
       : panels_(panels),
         x_(x),
         row_(row),
@@ -30,22 +29,23 @@ class BlockTiles {
         prefetched_(prefetched),
         low_(x.at(row, panels.first_block * kBlockInputs)),
         high_(low_ + x.layout.row_offset(kTileHeight)) {
-    configure(rows, group_, shape_);
+    configure(rows, group_, shape);
   }
 
   // Adds the products with a panel, and the next one if `has_two`, to the totals. `panel_stride`: from the totals of a
   // panel to those of the next.
   void multiply(size_t panel, bool has_two, float* totals, size_t panel_stride) {
-    alignas(64) Sums sums[kGroupsTogether];
-    for (size_t group = 0; group < groups_; group += kGroupsTogether) {
+    alignas(64) Sums sums[2][kGroupsTogether];
+    sum_groups(panel, has_two, 0, sums[0]);
+    for (size_t group = 0, step = 0; group < groups_; group += kGroupsTogether, step = 1 - step) {
+      sum_groups(panel, has_two, group + kGroupsTogether, sums[1 - step]);
       const size_t count = groups_ - group < kGroupsTogether ? groups_ - group : kGroupsTogether;
-      for (size_t i = 0; i < count; i++) sum_group(panel, has_two, group + i, sums[i]);
       for (size_t p = 0; p < (has_two ? 2 : 1); p++) {
         float* to = totals + p * panel_stride;
         if (count == kGroupsTogether) {
-          add_groups<kGroupsTogether>(panel + p, group, sums, p, to);
+          add_groups<kGroupsTogether>(panel + p, group, sums[step], p, to);
         } else {
-          for (size_t i = 0; i < count; i++) add_groups<1>(panel + p, group + i, sums + i, p, to);
+          for (size_t i = 0; i < count; i++) add_groups<1>(panel + p, group + i, sums[step] + i, p, to);
         }
       }
     }
@@ -56,6 +56,11 @@ class BlockTiles {
   struct Sums {
     int32_t of_panel[2][kRowMultiple][kPanelWidth];
   };
+
+  // Computes the sums of up to kGroupsTogether groups from `group` on; there may be none.
+  void sum_groups(size_t panel, bool has_two, size_t group, Sums* sums) {
+    for (size_t i = 0; i < kGroupsTogether && group + i < groups_; i++) sum_group(panel, has_two, group + i, sums[i]);
+  }
 
   // Computes the sums of a group, and prefetches some of the packed bytes that are widened next.
   void sum_group(size_t panel, bool has_two, size_t group, Sums& result) {
@@ -117,19 +122,18 @@ class BlockTiles {
   const size_t row_, rows_, group_, block_groups_, groups_;
   size_t prefetched_;
   const int8_t *low_, *high_;
-  TileShape shape_;
 };
 
 // Multiplies rows by widened panels.
-template <size_t>
-void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row, size_t rows,
-                    float* totals) {
+inline void multiply_amx_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row,
+                               size_t rows, float* totals) {
+  TileShape shape;
   const size_t panel_stride = rows * kPanelWidth, groups = panels.blocks * kBlockInputs / panels.form.group;
   for (size_t r = 0; r < rows; r += kRowMultiple) {
     const size_t height = rows - r < kRowMultiple ? rows - r : kRowMultiple;
     const size_t prefetched = r / kRowMultiple * groups * panels.group_lines * kLineBytes;
     for (size_t panel = 0; panel < count; panel += 2) {
-      BlockTiles tiles(panels, x, row + r, height, prefetched);
+      BlockTiles tiles(panels, x, row + r, height, prefetched, shape);
       tiles.multiply(panel, panel + 1 < count, totals + panel * panel_stride + r * kPanelWidth, panel_stride);
     }
   }

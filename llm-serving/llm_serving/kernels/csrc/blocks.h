@@ -11,10 +11,9 @@
 #pragma once
 
 #include "quantized_blocks.h"
+#include "wide_tiles.h"
 #if defined(LLM_AMX)
 #include "amx_blocks.h"
-#else
-#include "wide_tiles.h"
 #endif
 
 namespace llm::LLM_ISA {
@@ -137,6 +136,7 @@ inline void multiply_in_registers(const BlockForm& form, size_t k, const uint8_t
 inline void multiply_widened(const BlockForm& form, size_t k, const uint8_t* const* panel, size_t count,
                              const QuantizedBlocks& x, size_t row, size_t rows, float* totals) {
   const BlockLayout layout(form);
+  const bool uses_amx = x.layout.tile > 0;
   const size_t blocks = k / kBlockInputs, pass = x.pass / kBlockInputs < blocks ? x.pass / kBlockInputs : blocks;
   const size_t numbers_bytes = pass * layout.block_groups * sizeof(GroupNumbers);
   const size_t panel_bytes = numbers_bytes + pass * kBlockInputs * kPanelWidth;
@@ -152,7 +152,8 @@ inline void multiply_widened(const BlockForm& form, size_t k, const uint8_t* con
     const size_t next_blocks = is_last ? pass : blocks - first - panels.blocks;
     const size_t next_chunks = ((next_blocks < pass ? next_blocks : pass) + kChunkBlocks - 1) / kChunkBlocks;
     panels.next_bytes = next_chunks * layout.chunk_bytes;
-    const size_t tiles = (rows + kWideRows - 1) / kWideRows;
+    const size_t rows_together = uses_amx ? kRowMultiple : kTileRows;
+    const size_t tiles = (rows + rows_together - 1) / rows_together;
     const size_t iterations = tiles * panels.blocks * layout.block_groups;
     panels.group_lines = (panels.next_bytes / kLineBytes + iterations - 1) / iterations;
     for (size_t p = 0; p < count; p++) {
@@ -169,12 +170,18 @@ inline void multiply_widened(const BlockForm& form, size_t k, const uint8_t* con
         numbers += chunk.blocks * layout.block_groups;
       }
     }
+#if defined(LLM_AMX)
+    if (uses_amx) {
+      multiply_amx_tiles(panels, count, x, row, rows, totals);
+      continue;
+    }
+#endif
     if (form.bits == 8) {
-      multiply_tiles<8>(panels, count, x, row, rows, totals);
+      multiply_wide_tiles<8>(panels, count, x, row, rows, totals);
     } else if (form.bits == 6) {
-      multiply_tiles<product_bits(6)>(panels, count, x, row, rows, totals);
+      multiply_wide_tiles<product_bits(6)>(panels, count, x, row, rows, totals);
     } else {
-      multiply_tiles<product_bits(5)>(panels, count, x, row, rows, totals);
+      multiply_wide_tiles<product_bits(5)>(panels, count, x, row, rows, totals);
     }
   }
 }

@@ -25,6 +25,13 @@ struct Operand<BlockByte> {
 #endif
 };
 
+// From this number of rows on, blocks are multiplied by AMX tiles, which need rows in tiles.
+#if defined(LLM_AMX)
+constexpr size_t kMinAmxRows = 25;
+#else
+constexpr size_t kMinAmxRows = SIZE_MAX;
+#endif
+
 constexpr size_t kHalfBlock = kBlockInputs / 2;
 constexpr size_t kBlockLines = kBlockInputs / kFourInputs;
 constexpr size_t kHalfLines = kBlockLines / 2;
@@ -64,9 +71,7 @@ LLM_INLINE int32_t half_sum(const uint8_t* qvalues) {
 template <class Element>
 QuantizedBlocks block_rows(const LinearArgs& args) {
   ActivationForm<BlockByte> form(args.m, args.k);
-#if defined(LLM_AMX)
-  if (args.m > kTileRows) form.layout.tile = kBlockInputs;  // 16 rows x 32 inputs are contiguous
-#endif
+  if (args.m >= kMinAmxRows) form.layout.tile = kBlockInputs;  // 16 rows x 32 inputs are contiguous
   const size_t blocks = form.inputs / kBlockInputs, numbers = blocks * args.m;
   const size_t stride = args.x_layout.or_rows(args.m, args.k).width, bytes = form.bytes(args.m);
   auto* qvalues = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + 1));

@@ -5,9 +5,6 @@
 
 namespace llm::LLM_ISA {
 
-// Rows that a tile multiplies together, at most.
-constexpr size_t kWideRows = kTileRows;
-
 // Panels that a tile multiplies together: the totals and sums of a tile stay in registers.
 #if defined(__AVX512F__)
 constexpr size_t kWidePanels = 2;
@@ -113,8 +110,8 @@ void wide_tile_of(size_t height, const WidePanels& panels, size_t panel, const Q
 
 // Multiplies rows by widened panels, in tiles of nearly equal height.
 template <size_t kBits>
-void multiply_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row, size_t rows,
-                    float* totals) {
+void multiply_wide_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row, size_t rows,
+                         float* totals) {
   const size_t tiles = (rows + kTileRows - 1) / kTileRows, panel_stride = rows * kPanelWidth;
   const size_t groups = panels.blocks * kBlockInputs / panels.form.group;
   for (size_t i = 0, r = 0; i < tiles; i++) {
