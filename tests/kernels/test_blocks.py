@@ -1,4 +1,4 @@
-"""Products of weights in blocks: bit-identical to NumPy on every instruction set."""
+"""Products of weights in blocks: the bits that NumPy computes, on every instruction set."""
 
 from functools import cache
 from itertools import product
@@ -96,7 +96,7 @@ class Product(NamedTuple):
     bits: Array
 
 
-@cache  # the tests of all instruction sets but one use the same products
+@cache  # all instruction sets except `plain` share these products
 def products(name: str, is_fused: bool) -> list[Product]:
     """Return products of every type and shape, with the bits that NumPy computes."""
     rng = np.random.default_rng(1)
@@ -122,7 +122,7 @@ def test_weight_only_block_product_bits_equal_those_of_dequantized_weights(
 ) -> None:
     if isa_of_codes == "avx512_vnni" and dtype == "bfloat16":
         pytest.skip("multiplies bfloat16 weights in fixed point")
-    for x, tensor, _ in products(name, True):
+    for x, tensor, _ in products(name, is_fused=True):  # the bits are not used
         if x.dtype != dtype:
             continue
         weight = typed(tensor.dequantized(), dtype)

@@ -1,7 +1,8 @@
 """Linear layers of quantized weights and 8-bit activations, in NumPy: what csrc computes, bit by bit.
 
-A sum of products of quantized values is an exact integer. Sums of groups are added in float32 in ascending order, so
-every instruction set gives these bits. Subnormal numbers count as zero.
+A sum of products of quantized values is an exact integer. Sums of groups are added in float32 in ascending order.
+`w8a8` and `w4a8` fuse nothing, so every instruction set gives these bits. `blocks` has two fused multiply-adds for each
+group, which the instruction set `plain` lacks: `is_fused=False` gives its bits. Subnormal numbers count as zero.
 
 The linear functions multiply x [M, K] by a transposed weight [N, K] and return [M, N] in float32, before rounding to
 the model dtype. float32 must represent the values of x exactly. Rows of x with infinity or NaN become NaN.
@@ -71,8 +72,8 @@ def blocks(
     is_fused: bool = True,
 ) -> Singles:
     """Multiply by weights in GGUF blocks (csrc/blocks.h). Every `BLOCK` inputs of a row of x share a scale. `scales`
-    and `minima` are [N, groups]; a group has 16 or 32 columns. The quantized value `zero` represents 0. `is_fused`:
-    whether the instruction set has fused multiply-adds.
+    and `minima` are [N, groups]; a group has 16 or 32 columns. If `minima` is None, the quantized value `zero`
+    represents 0; otherwise `zero` is not used. `is_fused`: whether the instruction set has fused multiply-adds.
     """
     if minima is None:
         minima = scales * np.float32(zero)
@@ -112,9 +113,8 @@ def quantize_rows(x: Floats) -> tuple[NDArray[np.int8], Singles]:
 def fused(a: Singles, b: Singles | np.float32, c: Singles | np.float32) -> Singles:
     """Return a * b + c, rounded once.
 
-    float64 represents the product exactly. The sum is rounded to odd there: if it is inexact, of the two nearest
-    numbers of float64 the one whose last bit is 1 is taken. Rounding that number to float32 gives what rounding the
-    exact sum would give (Boldo and Melquiond 2008).
+    float64 represents the product exactly. The sum is rounded to odd: an inexact sum becomes the neighbour in float64
+    whose last bit is 1. Rounding this number to float32 then equals rounding the exact sum (Boldo and Melquiond 2008).
     """
     product = a.astype(np.float64) * b
     total = product + c

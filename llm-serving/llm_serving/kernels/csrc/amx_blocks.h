@@ -1,8 +1,8 @@
 // Products of rows and widened panels of blocks by AMX tiles.
 //
-// A tile could multiply 64 inputs, but a group has only 16 or 32. The sums of a group are stored, and then scaled and
-// added to the totals in vector registers, which takes longer than the products. So few rows are multiplied faster in
-// vector registers alone (wide_tiles.h).
+// A tile could multiply 64 inputs, but a group has only 16 or 32. The sums of a group are stored, and vector
+// instructions then scale them and add them to the totals, which takes longer than the products. Below kMinAmxRows,
+// vector instructions that also multiply, and so store no sums, are faster (wide_tiles.h).
 #pragma once
 
 #include "amx.h"
@@ -10,8 +10,9 @@
 
 namespace llm::LLM_ISA {
 
-// Groups whose sums the tiles compute together. The sums of the next groups are computed before these are scaled, so
-// that a CPU can do both at once. Alternating after every few instructions was slower.
+// Number of groups whose sums the tiles compute at a time. The tiles compute the sums of the next groups before vector
+// instructions scale those of the current groups, so that the CPU overlaps the two. Alternating between tile and vector
+// instructions every few instructions was slower.
 constexpr size_t kGroupsTogether = 2;
 
 // Multiplies up to 32 rows by one or two panels.
@@ -35,17 +36,17 @@ class BlockTiles {
   // Adds the products with a panel, and the next one if `has_two`, to the totals. `panel_stride`: from the totals of a
   // panel to those of the next.
   void multiply(size_t panel, bool has_two, float* totals, size_t panel_stride) {
-    alignas(64) Sums sums[2][kGroupsTogether];
+    alignas(64) Sums sums[2][kGroupsTogether];  // of the current groups, and of the next ones
     sum_groups(panel, has_two, 0, sums[0]);
-    for (size_t group = 0, step = 0; group < groups_; group += kGroupsTogether, step = 1 - step) {
-      sum_groups(panel, has_two, group + kGroupsTogether, sums[1 - step]);
+    for (size_t group = 0, current = 0; group < groups_; group += kGroupsTogether, current = 1 - current) {
+      sum_groups(panel, has_two, group + kGroupsTogether, sums[1 - current]);
       const size_t count = groups_ - group < kGroupsTogether ? groups_ - group : kGroupsTogether;
       for (size_t p = 0; p < (has_two ? 2 : 1); p++) {
         float* to = totals + p * panel_stride;
         if (count == kGroupsTogether) {
-          add_groups<kGroupsTogether>(panel + p, group, sums[step], p, to);
+          add_groups<kGroupsTogether>(panel + p, group, sums[current], p, to);
         } else {
-          for (size_t i = 0; i < count; i++) add_groups<1>(panel + p, group + i, sums[step] + i, p, to);
+          for (size_t i = 0; i < count; i++) add_groups<1>(panel + p, group + i, sums[current] + i, p, to);
         }
       }
     }
@@ -57,7 +58,7 @@ class BlockTiles {
     int32_t of_panel[2][kRowMultiple][kPanelWidth];
   };
 
-  // Computes the sums of up to kGroupsTogether groups from `group` on; there may be none.
+  // Computes the sums of up to kGroupsTogether groups from `group` on, and of none behind the last one.
   void sum_groups(size_t panel, bool has_two, size_t group, Sums* sums) {
     for (size_t i = 0; i < kGroupsTogether && group + i < groups_; i++) sum_group(panel, has_two, group + i, sums[i]);
   }
@@ -65,7 +66,7 @@ class BlockTiles {
   // Computes the sums of a group, and prefetches some of the packed bytes that are widened next.
   void sum_group(size_t panel, bool has_two, size_t group, Sums& result) {
     const size_t at = group / block_groups_ * kTileHeight * kBlockInputs + group % block_groups_ * group_;
-    const size_t of_panel = group * group_ * kPanelWidth;
+    const size_t group_offset = group * group_ * kPanelWidth;
     for (size_t i = 0; i < panels_.group_lines && prefetched_ < panels_.next_bytes; i++, prefetched_ += kLineBytes) {
       __builtin_prefetch(panels_.next[panel] + prefetched_, 0, 2);
       if (has_two) __builtin_prefetch(panels_.next[panel + 1] + prefetched_, 0, 2);
@@ -74,11 +75,11 @@ class BlockTiles {
     LLM_TILE_ZERO(1);
     LLM_TILE_ZERO(2);
     LLM_TILE_ZERO(3);
-    LLM_TILE_LOAD(6, panels_.qvalues[panel] + of_panel, kLineBytes);
+    LLM_TILE_LOAD(6, panels_.qvalues[panel] + group_offset, kLineBytes);
     LLM_TILE_LOAD(4, low_ + at, kBlockInputs);
     LLM_TILE_MULTIPLY_BLOCKS(0, 4, 6);
     if (has_two) {
-      LLM_TILE_LOAD(7, panels_.qvalues[panel + 1] + of_panel, kLineBytes);
+      LLM_TILE_LOAD(7, panels_.qvalues[panel + 1] + group_offset, kLineBytes);
       LLM_TILE_MULTIPLY_BLOCKS(1, 4, 7);
     }
     if (rows_ > kTileHeight) {
@@ -98,20 +99,20 @@ class BlockTiles {
   template <size_t kCount>
   LLM_INLINE void add_groups(size_t panel, size_t group, const Sums* sums, size_t p, float* totals) {
     GroupNumbers numbers[kCount];
-    const float *scales[kCount], *negative[kCount];
+    const float *scales[kCount], *negative_sums[kCount];
 #pragma GCC unroll 8
     for (size_t i = 0; i < kCount; i++) {
       numbers[i] = panels_.numbers[panel][group + i];
       scales[i] = x_.scale + (panels_.first_block + (group + i) / block_groups_) * x_.layout.rows + row_;
       const size_t at = panels_.first_block * block_groups_ + group + i;
-      negative[i] = x_.sums_of(group_).negative + at * x_.layout.rows + row_;
+      negative_sums[i] = x_.sums_of(group_).negative_scaled + at * x_.layout.rows + row_;
     }
     for (size_t r = 0; r < rows_; r++) {
       Floats total = load(totals + r * kPanelWidth);
 #pragma GCC unroll 8
       for (size_t i = 0; i < kCount; i++) {
         const Floats found = load(reinterpret_cast<const float*>(sums[i].of_panel[p][r]));
-        total = add_group(total, found, numbers[i], scales[i][r], negative[i][r]);
+        total = add_group(total, found, numbers[i], scales[i][r], negative_sums[i][r]);
       }
       store(totals + r * kPanelWidth, total);
     }

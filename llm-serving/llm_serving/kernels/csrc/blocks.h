@@ -1,13 +1,15 @@
 // Products of weights in blocks (packed_blocks.h) and rows quantized to 8 bits, with a scale for each 32 inputs.
 //
 // rows     scale = largest magnitude of the 32 inputs / 127; qvalue = input * (127 / largest), as in quantized_rows.h
-// sums     sum of qvalue * qvalue of the row over the inputs of a group; exact in 32 bits, so in any order
+// sums     sum of (qvalue of the weight * qvalue of the row) over the inputs of a group; exact in 32 bits, so in any
+//          order
 // results  for each group in ascending order, add (sum * scale) * scale of the row, then subtract
-//          minimum * (sum of the row's qvalues * scale of the row); see GroupNumbers
+//          minimum * (sum of the row's qvalues * scale of the row), with the minimum of GroupNumbers
 //
-// What is in parentheses is rounded to float32; the two additions are fused with their multiplications, so a total is
-// rounded once by each. Every instruction set with fused multiply-adds computes the same bits as
-// tests/support/kernels/quantized_products.py; `plain` rounds the products of the additions as well.
+// The terms in parentheses are rounded to float32. The addition and the subtraction are fused with their
+// multiplications, so each rounds the total once. Every instruction set computes the bits of
+// tests/support/kernels/quantized_products.py. `plain` has no fused multiply-adds: it also rounds the product of each
+// addition (`is_fused=False` there).
 #pragma once
 
 #include "quantized_blocks.h"
@@ -30,7 +32,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
   const size_t rows = x.layout.rows;
   const bool is_half = form.group == kHalfBlock;
   const int32_t* row_sums = x.sums_of(form.group).sums + row;
-  const float* negative_sums = x.sums_of(form.group).negative + row;
+  const float* negative_sums = x.sums_of(form.group).negative_scaled + row;
   const float* row_scales = x.scale + row;
   const int8_t* a[kRows];
   Floats total[kRows];
@@ -62,6 +64,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
 #pragma GCC unroll 4
         for (size_t i = 0; i < kHalfLines; i++) {
           const size_t line = half * kHalfLines + i;
+          // One prefetch for each line: several at once delay the loads of this block.
           if (line < block_lines) __builtin_prefetch(ahead + line * kLineBytes, 0, 2);
           const CodeFactor values = factors_of<kBits>(planes, line);
 #pragma GCC unroll 4
@@ -83,6 +86,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
       }
 #pragma GCC unroll 4
       for (size_t r = 0; r < kRows; r++) a[r] += kBlockInputs;
+      // A block of 8 bits has more lines in memory, with its scales, than lines of qvalues.
       for (size_t i = kBlockLines; i < block_lines; i++) __builtin_prefetch(ahead + i * kLineBytes, 0, 2);
       ahead += block_lines * kLineBytes;
     }
@@ -130,13 +134,13 @@ inline void multiply_in_registers(const BlockForm& form, size_t k, const uint8_t
   }
 }
 
-// ---- Many rows -----------------------------------------------------------------------------------------------------
+// ---- Many rows: qvalues are widened in memory, then multiplied by vector instructions or by AMX tiles ---------------
 
 // Multiplies rows by `count` panels of one form, pass by pass.
 inline void multiply_widened(const BlockForm& form, size_t k, const uint8_t* const* panel, size_t count,
                              const QuantizedBlocks& x, size_t row, size_t rows, float* totals) {
   const BlockLayout layout(form);
-  const bool uses_amx = x.layout.tile > 0;
+  const bool uses_amx = x.layout.tile > 0;  // block_rows chose the layout
   const size_t blocks = k / kBlockInputs, pass = x.pass / kBlockInputs < blocks ? x.pass / kBlockInputs : blocks;
   const size_t numbers_bytes = pass * layout.block_groups * sizeof(GroupNumbers);
   const size_t panel_bytes = numbers_bytes + pass * kBlockInputs * kPanelWidth;

@@ -25,7 +25,8 @@ struct Operand<BlockByte> {
 #endif
 };
 
-// From this number of rows on, blocks are multiplied by AMX tiles, which need rows in tiles.
+// Products of at least this many rows use AMX tiles, for which rows are stored in a tiled layout (tiled_layout.h). With
+// fewer rows, vector instructions are faster, measured on an Intel Xeon. Without AMX, no product uses tiles.
 #if defined(LLM_AMX)
 constexpr size_t kMinAmxRows = 25;
 #else
@@ -38,21 +39,21 @@ constexpr size_t kHalfLines = kBlockLines / 2;
 
 // The sums of the qvalues of rows over each group of inputs, [groups][rows].
 struct GroupSums {
-  int32_t* sums;
-  float* negative;  // minus the sum times the scale of the row
+  int32_t* sums;           // read only where kLineOffset is not 0
+  float* negative_scaled;  // -(sum * scale of the row)
 
   LLM_INLINE void set(size_t at, int32_t sum, float scale) const {
     sums[at] = sum;
-    negative[at] = static_cast<float>(-sum) * scale;
+    negative_scaled[at] = static_cast<float>(-sum) * scale;
   }
 };
 
-// Rows as qvalues with a scale for each 32 inputs, [blocks][rows].
+// Rows as qvalues with a scale for each 32 inputs.
 struct QuantizedBlocks : Activations<BlockByte> {
-  const float* scale;
-  GroupSums of_blocks, of_halves;  // of 32 and of 16 inputs
+  const float* scale;               // [blocks][rows]
+  GroupSums block_sums, half_sums;  // over groups of 32 and of 16 inputs
 
-  const GroupSums& sums_of(size_t group) const { return group == kHalfBlock ? of_halves : of_blocks; }
+  const GroupSums& sums_of(size_t group) const { return group == kHalfBlock ? half_sums : block_sums; }
 };
 
 // The sum of the sixteen int8 numbers of half a block.
@@ -78,7 +79,7 @@ QuantizedBlocks block_rows(const LinearArgs& args) {
   auto* scale = static_cast<float*>(scratch(Scratch::kItems, 7 * numbers * sizeof(float) + 1));
   float* negative = scale + numbers;
   auto* sums = reinterpret_cast<int32_t*>(negative + 3 * numbers);
-  const GroupSums of_blocks = {sums, negative}, of_halves = {sums + numbers, negative + numbers};
+  const GroupSums block_sums = {sums, negative}, half_sums = {sums + numbers, negative + numbers};
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * stride;
     for (size_t block = 0, k = 0; block < blocks; block++, k += kBlockInputs) {
@@ -87,12 +88,12 @@ QuantizedBlocks block_rows(const LinearArgs& args) {
       uint8_t* target = qvalues + form.layout.at(row, k);
       encode(x + k, kBlockInputs, factor, scale[at] == scale[at], 0, target);
       const int32_t first = half_sum(target), second = half_sum(target + kHalfBlock);
-      of_halves.set(2 * block * args.m + row, first, scale[at]);
-      of_halves.set((2 * block + 1) * args.m + row, second, scale[at]);
-      of_blocks.set(at, first + second, scale[at]);
+      half_sums.set(2 * block * args.m + row, first, scale[at]);
+      half_sums.set((2 * block + 1) * args.m + row, second, scale[at]);
+      block_sums.set(at, first + second, scale[at]);
     }
   });
-  return {{form, qvalues}, scale, of_blocks, of_halves};
+  return {{form, qvalues}, scale, block_sums, half_sums};
 }
 
 inline const BlockByte* whole_panel(const LinearArgs& args, size_t panel, size_t, BlockByte*) {
@@ -181,13 +182,14 @@ LLM_INLINE void add_line([[maybe_unused]] size_t line, const CodeFactor& weights
   sum = add_fours<kBits == 8>(weights, four, sum);
 }
 
-// The scales and minima of a group of sixteen columns. A form without minima has a zero point, and
-// scale * (qvalue - zero) = scale * qvalue - minimum, where minimum = scale * zero.
+// The scales and minima of a group of sixteen columns: value = scale * qvalue - minimum. For a form without minima, the
+// minimum is scale * zero; weight_only_blocks.h does not read it but subtracts the zero point from the qvalue.
 struct GroupNumbers {
   Floats scale, minimum;
 };
 
-// Reads the numbers of groups of a chunk, exactly.
+// Reads the numbers of groups of a chunk. All are exact in float32; scale * zero is, because the zero points of GGUF
+// types are powers of two.
 struct GroupReader {
   const BlockLayout& layout;
   const BlockForm& form;
@@ -210,7 +212,7 @@ struct GroupReader {
   }
 };
 
-// Adds a group to the total of a row. `negative_sum`: of GroupSums.
+// Adds a group to the total of a row. `negative_sum`: GroupSums::negative_scaled of this group and row.
 LLM_INLINE Floats add_group(const Floats& total, const Floats& sums, const GroupNumbers& numbers, float row_scale,
                             float negative_sum) {
   const Floats with_sum = multiply_add(to_numbers(sums) * numbers.scale, broadcast(row_scale), total);
