@@ -21,6 +21,11 @@
 
 namespace llm::LLM_ISA {
 
+// Number of inputs in a step: `Sum Op::end_step(Sum)` is called behind each step of a group, of which the last one may
+// be shorter. 0: there are no steps.
+template <class Op>
+constexpr size_t kStepInputs = 0;
+
 template <class Op>
 struct GroupedProduct {
   size_t rows;
@@ -123,6 +128,16 @@ void grouped_tile(const GroupedProduct<Op>& product, size_t row, size_t panel) {
             for (size_t p = 0; p < kPanels; p++) {
               typename Op::Sum& to = sum[factor % kRotary][r][p];
               to = Op::accumulate(x, values[p], to);
+            }
+          }
+        }
+        if constexpr (kStepInputs<Op> > 0) {
+          const size_t behind = first + Op::kInputs;
+          if (behind % kStepInputs<Op> == 0 || behind == last) {
+#pragma GCC unroll 8
+            for (size_t r = 0; r < kRows; r++) {
+#pragma GCC unroll 8
+              for (size_t p = 0; p < kPanels; p++) sum[0][r][p] = Op::end_step(sum[0][r][p]);
             }
           }
         }

@@ -39,6 +39,17 @@ inline const WideCode* whole_panel(const LinearArgs& args, size_t panel, size_t,
 // ---- bfloat16 out of qvalues, in registers -----------------------------------------------------------------------
 
 #if defined(__AVX512BW__)
+// The even and the odd inputs of sixteen pairs.
+struct FloatPairs {
+  __m512 even, odd;
+};
+
+// Pairs of bfloat16 as float32.
+LLM_INLINE FloatPairs widened_pairs(__m512i pairs) {
+  const __m512i odd = _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000)));
+  return {(__m512)_mm512_slli_epi32(pairs, 16), (__m512)odd};
+}
+
 // Table from the lowest five bits of a word to a number: a 4-bit qvalue minus 8 or, for a qvalue moved by its zero
 // point, 5 bits minus 15; as bfloat16: sign, eight bits of exponent, seven of fraction.
 template <bool kZeros>
@@ -71,6 +82,18 @@ struct Halves {
     return _mm512_sub_epi16(_mm512_set1_epi16(15), _mm512_or_si512(columns, _mm512_slli_epi32(columns, 16)));
   }
 
+  // The same numbers in float32. Without zero points, a table gives them at once.
+  static LLM_INLINE FloatPairs numbers(const uint8_t* qvalues, size_t part, Zero zero) {
+    if constexpr (!kZeros) {
+      const __m512i lanes = _mm512_loadu_si512(qvalues);
+      const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+      const auto even = static_cast<unsigned>(kBits * part), odd = 16 + even;
+      return {_mm512_permutexvar_ps(_mm512_srli_epi32(lanes, even), table),
+              _mm512_permutexvar_ps(_mm512_srli_epi32(lanes, odd), table)};
+    }
+    return widened_pairs(weight_only(qvalues, part, zero));
+  }
+
   static LLM_INLINE __m512i weight_only(const uint8_t* qvalues, size_t part, Zero zero) {
     __m512i words = _mm512_srli_epi16(_mm512_loadu_si512(qvalues), static_cast<unsigned>(kBits * part));
     if constexpr (kZeros) words = _mm512_add_epi16(_mm512_and_si512(words, _mm512_set1_epi16(15)), zero);
@@ -93,10 +116,14 @@ struct Bytes {
     return _mm512_sub_ps((__m512)float_bits, _mm512_set1_ps(least + kByteZero));
   }
 
-  static LLM_INLINE __m512i weight_only(const uint8_t* qvalues, size_t part, Zero) {
+  static LLM_INLINE FloatPairs numbers(const uint8_t* qvalues, size_t part, Zero) {
     const __m512i fields = _mm512_loadu_si512(qvalues);
-    const __m512i even = (__m512i)number(fields, part), odd = (__m512i)number(_mm512_srli_epi32(fields, 16), part);
-    return _mm512_or_si512(odd, _mm512_srli_epi32(even, 16));  // sixteen bits of each are zeros
+    return {number(fields, part), number(_mm512_srli_epi32(fields, 16), part)};
+  }
+
+  static LLM_INLINE __m512i weight_only(const uint8_t* qvalues, size_t part, Zero zero) {
+    const FloatPairs found = numbers(qvalues, part, zero);
+    return _mm512_or_si512((__m512i)found.odd, _mm512_srli_epi32((__m512i)found.even, 16));  // low halves are zeros
   }
 };
 #endif
@@ -138,7 +165,68 @@ struct WeightOnlyProduct {
     return multiply_add(sum, scale, before);
   }
 };
-#elif defined(__AVX512BF16__) && !defined(LLM_AMX)
+#elif defined(LLM_AMX)
+#define LLM_WIDENS_IN_REGISTERS
+// One or two rows: vector instructions widen weights faster than AMX tiles read them from a buffer. Products are added
+// in the order of tdpbf16ps (amx.h): in each step of 32 inputs those of the even inputs and those of the odd ones from
+// zero, and then both sums to the total. So the bits are those of tiles.
+template <class QValues>
+struct WeightOnlyProduct : QValues {
+  using Activation = BFloat16;
+  using Factor = FloatPairs;
+  struct Sum {
+    __m512 even = {}, odd = {}, total = {};
+  };
+  static constexpr size_t kFactors = 16 / QValues::kBits;
+  static constexpr size_t kInputs = 2 * kFactors;
+  static constexpr bool kIsExact = false;
+
+  static LLM_INLINE Sum begin(const int32_t*) { return Sum(); }
+  static LLM_INLINE Factor load_panel(const uint8_t* qvalues, size_t factor, typename QValues::Zero zero) {
+    return QValues::numbers(qvalues, factor, zero);
+  }
+  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
+    int32_t pair;
+    __builtin_memcpy(&pair, a + 2 * factor, sizeof(pair));
+    return widened_pairs(_mm512_set1_epi32(pair));
+  }
+  static LLM_INLINE Sum accumulate(Factor a, Factor b, Sum sum) {
+    return {_mm512_fmadd_ps(a.even, b.even, sum.even), _mm512_fmadd_ps(a.odd, b.odd, sum.odd), sum.total};
+  }
+  static LLM_INLINE Sum end_step(Sum sum) {
+    return {_mm512_setzero_ps(), _mm512_setzero_ps(), sum.total + (sum.even + sum.odd)};
+  }
+  static LLM_INLINE Floats finish(Sum sum, Floats scale, Floats before, const uint8_t*, const int32_t*) {
+    return multiply_add({{sum.total}}, scale, before);
+  }
+};
+
+template <class QValues>
+constexpr size_t kStepInputs<WeightOnlyProduct<QValues>> = kStep<BFloat16>;
+
+// Most rows whose sums, three for each row and panel, stay in registers.
+constexpr size_t kMaxRegisterRows = 2;
+
+// Multiplies kRows rows. multiply_grouped would compile tiles of up to six rows.
+template <class Op, size_t kRows>
+void multiply_few_rows(const GroupedProduct<Op>& product) {
+  for (size_t panel = 0; panel < product.count; panel += kTilePanels) {
+    switch (product.count - panel) {
+      case 1:
+        grouped_tile<Op, kRows, 1, true>(product, 0, panel);
+        break;
+      case 2:
+        grouped_tile<Op, kRows, 2, true>(product, 0, panel);
+        break;
+      case 3:
+        grouped_tile<Op, kRows, 3, true>(product, 0, panel);
+        break;
+      default:
+        grouped_tile<Op, kRows, 4, true>(product, 0, panel);
+    }
+  }
+}
+#elif defined(__AVX512BF16__)
 #define LLM_WIDENS_IN_REGISTERS
 template <class QValues>
 struct WeightOnlyProduct : QValues {
@@ -172,7 +260,12 @@ void multiply_in_registers(const LinearArgs& args, const WideRows<BFloat16>& x, 
   product.a = x.at(row, 0);
   product.a_stride = x.layout.width;
   product.inputs = x.inputs;
+#if defined(LLM_AMX)
+  if (rows == 1) return multiply_few_rows<Op, 1>(product);
+  multiply_few_rows<Op, 2>(product);
+#else
   multiply_grouped(product);
+#endif
 }
 #endif
 
@@ -185,6 +278,8 @@ bool widens_in_registers(const LinearArgs& args) {
 #if defined(LLM_WIDENS_IN_REGISTERS)
 #if LLM_AVX2_ONLY
   const bool is_quick = args.m <= (args.qvalues->bits == 8 ? kTileRows : kTileRows - 1);
+#elif defined(LLM_AMX)
+  const bool is_quick = args.m <= kMaxRegisterRows && args.k % Operand<BFloat16>::kMultiple == 0;
 #else
   const bool is_quick = args.qvalues->bits == 4 || args.m <= kMaxRowsOfBytes;
 #endif
@@ -361,6 +456,7 @@ inline void weight_only_linear(const LinearArgs& given) {
     if (widens_in_registers<Element>(args)) {
       ActivationForm<Element> form(args.m, args.k);
       form.pass = form.layout.width = args.k;
+      form.layout.tile = 0;  // rows are read one by one, not by AMX tiles
       return linear_with<Element>(args, WideRows<Element>{prepare_activations<Element>(args, form)});
     }
     const ActivationForm<Element> form(args.m, args.k);
