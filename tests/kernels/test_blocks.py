@@ -256,3 +256,6 @@ def test_block_packing_refuses_unsupported_forms() -> None:
     three = BlockTensor(whole.qvalues & 7, 3, 32, 4, whole.scales)
     with pytest.raises(ModelError, match="3 bits"):
         BlockSegments([three])
+    minima = BlockTensor(whole.qvalues, 6, 32, 0, whole.scales, whole.scales)
+    with pytest.raises(ModelError, match="6 bits"):
+        BlockSegments([minima])

@@ -28,7 +28,7 @@ struct BlockForm {
   uint8_t bits = 8;         // of a qvalue: 4, 5, 6 or 8
   uint8_t zero = 0;         // the qvalue that represents 0, without minima
   uint8_t group = 32;       // inputs with one scale: 16 or 32
-  bool has_minima = false;  // whether each group has a minimum
+  bool has_minima = false;  // whether each group has a minimum; only with 4 or 5 bits
   bool has_units = false;   // whether scales are integers, times a unit for each 256 inputs
 
   LLM_INLINE bool operator==(const BlockForm& other) const {
