@@ -99,20 +99,20 @@ class BlockTiles {
   template <size_t kCount>
   LLM_INLINE void add_groups(size_t panel, size_t group, const Sums* sums, size_t p, float* totals) {
     GroupNumbers numbers[kCount];
-    const float *scales[kCount], *negative_sums[kCount];
+    const float *scales[kCount], *negative_scaled_sums[kCount];
 #pragma GCC unroll 8
     for (size_t i = 0; i < kCount; i++) {
       numbers[i] = panels_.numbers[panel][group + i];
       scales[i] = x_.scale + (panels_.first_block + (group + i) / block_groups_) * x_.layout.rows + row_;
       const size_t at = panels_.first_block * block_groups_ + group + i;
-      negative_sums[i] = x_.sums_of(group_).negative_scaled + at * x_.layout.rows + row_;
+      negative_scaled_sums[i] = x_.sums_of(group_).negative_scaled + at * x_.layout.rows + row_;
     }
     for (size_t r = 0; r < rows_; r++) {
       Floats total = load(totals + r * kPanelWidth);
 #pragma GCC unroll 8
       for (size_t i = 0; i < kCount; i++) {
         const Floats found = load(reinterpret_cast<const float*>(sums[i].of_panel[p][r]));
-        total = add_group(total, found, numbers[i], scales[i][r], negative_sums[i][r]);
+        total = add_group(total, found, numbers[i], scales[i][r], negative_scaled_sums[i][r]);
       }
       store(totals + r * kPanelWidth, total);
     }

@@ -3,13 +3,14 @@
 // rows     scale = largest magnitude of the 32 inputs / 127; qvalue = input * (127 / largest), as in quantized_rows.h
 // sums     sum of (qvalue of the weight * qvalue of the row) over the inputs of a group; exact in 32 bits, so in any
 //          order
+// row sum  sum of the row's qvalues over the inputs of the group
 // results  for each group in ascending order, add (sum * scale) * scale of the row, then subtract
-//          minimum * (sum of the row's qvalues * scale of the row), with the minimum of GroupNumbers
+//          minimum * (row sum * scale of the row); without minima, the minimum is scale * zero
 //
 // The terms in parentheses are rounded to float32. The addition and the subtraction are fused with their
-// multiplications, so each rounds the total once. Every instruction set computes the bits of
-// tests/support/kernels/quantized_products.py. `plain` has no fused multiply-adds: it also rounds the product of each
-// addition (`is_fused=False` there).
+// multiplications, so each rounds the total once. Every instruction set except `plain` computes these bits. `plain` has
+// no fused multiply-adds: it also rounds each product before it adds it. tests/support/kernels/quantized_products.py
+// computes both.
 #pragma once
 
 #include "quantized_blocks.h"
@@ -32,7 +33,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
   const size_t rows = x.layout.rows;
   const bool is_half = form.group == kHalfBlock;
   const int32_t* row_sums = x.sums_of(form.group).sums + row;
-  const float* negative_sums = x.sums_of(form.group).negative_scaled + row;
+  const float* negative_scaled_sums = x.sums_of(form.group).negative_scaled + row;
   const float* row_scales = x.scale + row;
   const int8_t* a[kRows];
   Floats total[kRows];
@@ -78,15 +79,15 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
 #pragma GCC unroll 4
           for (size_t r = 0; r < kRows; r++) {
             if constexpr (kChains > 1) sums[0][r] = add_sums(sums[0][r], sums[1][r]);
-            total[r] = add_group(total[r], sums[0][r], numbers, row_scales[r], negative_sums[r]);
+            total[r] = add_group(total[r], sums[0][r], numbers, row_scales[r], negative_scaled_sums[r]);
           }
           row_sums += rows;
-          negative_sums += rows;
+          negative_scaled_sums += rows;
         }
       }
 #pragma GCC unroll 4
       for (size_t r = 0; r < kRows; r++) a[r] += kBlockInputs;
-      // A block of 8 bits has more lines in memory, with its scales, than lines of qvalues.
+      // An 8-bit block with its scales fills more cache lines than kBlockLines.
       for (size_t i = kBlockLines; i < block_lines; i++) __builtin_prefetch(ahead + i * kLineBytes, 0, 2);
       ahead += block_lines * kLineBytes;
     }
@@ -140,7 +141,7 @@ inline void multiply_in_registers(const BlockForm& form, size_t k, const uint8_t
 inline void multiply_widened(const BlockForm& form, size_t k, const uint8_t* const* panel, size_t count,
                              const QuantizedBlocks& x, size_t row, size_t rows, float* totals) {
   const BlockLayout layout(form);
-  const bool uses_amx = x.layout.tile > 0;  // block_rows chose the layout
+  const bool uses_amx = x.layout.tile > 0;  // see block_rows
   const size_t blocks = k / kBlockInputs, pass = x.pass / kBlockInputs < blocks ? x.pass / kBlockInputs : blocks;
   const size_t numbers_bytes = pass * layout.block_groups * sizeof(GroupNumbers);
   const size_t panel_bytes = numbers_bytes + pass * kBlockInputs * kPanelWidth;

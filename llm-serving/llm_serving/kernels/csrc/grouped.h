@@ -21,8 +21,8 @@
 
 namespace llm::LLM_ISA {
 
-// Number of inputs in a step: `Sum Op::end_step(Sum)` is called behind each step of a group, of which the last one may
-// be shorter. 0: there are no steps.
+// Number of inputs in a step: Op::end_step(Sum) replaces each sum after each step; the last step of a group may be
+// shorter. 0: there are no steps.
 template <class Op>
 constexpr size_t kStepInputs = 0;
 

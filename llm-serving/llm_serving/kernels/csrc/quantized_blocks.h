@@ -26,7 +26,7 @@ struct Operand<BlockByte> {
 };
 
 // Products of at least this many rows use AMX tiles, for which rows are stored in a tiled layout (tiled_layout.h). With
-// fewer rows, vector instructions are faster, measured on an Intel Xeon. Without AMX, no product uses tiles.
+// fewer rows, vector instructions are faster, measured on an Intel Xeon. Without AMX, no product has this number.
 #if defined(LLM_AMX)
 constexpr size_t kMinAmxRows = 25;
 #else
@@ -39,8 +39,8 @@ constexpr size_t kHalfLines = kBlockLines / 2;
 
 // The sums of the qvalues of rows over each group of inputs, [groups][rows].
 struct GroupSums {
-  int32_t* sums;           // read only where kLineOffset is not 0
-  float* negative_scaled;  // -(sum * scale of the row)
+  int32_t* sums;           // needed only if kLineOffset (below) is not 0
+  float* negative_scaled;  // -(row sum * scale of the row): see blocks.h
 
   LLM_INLINE void set(size_t at, int32_t sum, float scale) const {
     sums[at] = sum;
@@ -188,8 +188,8 @@ struct GroupNumbers {
   Floats scale, minimum;
 };
 
-// Reads the numbers of groups of a chunk. All are exact in float32; scale * zero is, because the zero points of GGUF
-// types are powers of two.
+// Reads the numbers of groups of a chunk. All are exact in float32; scale * zero is exact too, because the zero points
+// of GGUF types are powers of two.
 struct GroupReader {
   const BlockLayout& layout;
   const BlockForm& form;
@@ -212,11 +212,11 @@ struct GroupReader {
   }
 };
 
-// Adds a group to the total of a row. `negative_sum`: GroupSums::negative_scaled of this group and row.
+// Adds a group to the total of a row. `negative_scaled_sum`: of GroupSums, for this group and row.
 LLM_INLINE Floats add_group(const Floats& total, const Floats& sums, const GroupNumbers& numbers, float row_scale,
-                            float negative_sum) {
+                            float negative_scaled_sum) {
   const Floats with_sum = multiply_add(to_numbers(sums) * numbers.scale, broadcast(row_scale), total);
-  return multiply_add(numbers.minimum, broadcast(negative_sum), with_sum);
+  return multiply_add(numbers.minimum, broadcast(negative_scaled_sum), with_sum);
 }
 
 }  // namespace llm::LLM_ISA

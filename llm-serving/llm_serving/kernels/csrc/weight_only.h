@@ -36,7 +36,7 @@ inline const WideCode* whole_panel(const LinearArgs& args, size_t panel, size_t,
   return static_cast<const WideCode*>(args.weight) + panel * bytes;
 }
 
-// ---- bfloat16 out of qvalues, in registers -----------------------------------------------------------------------
+// ---- Numbers out of qvalues, in registers ---------------------------------------------------------------------------
 
 #if defined(__AVX512BW__)
 // The even and the odd inputs of sixteen pairs.
@@ -82,7 +82,7 @@ struct Halves {
     return _mm512_sub_epi16(_mm512_set1_epi16(15), _mm512_or_si512(columns, _mm512_slli_epi32(columns, 16)));
   }
 
-  // The same numbers in float32. Without zero points, a table gives them at once.
+  // The numbers of the table in float32. Without zero points, vpermps looks them up.
   static LLM_INLINE FloatPairs numbers(const uint8_t* qvalues, size_t part, Zero zero) {
     if constexpr (!kZeros) {
       const __m512i lanes = _mm512_loadu_si512(qvalues);
@@ -167,9 +167,9 @@ struct WeightOnlyProduct {
 };
 #elif defined(LLM_AMX)
 #define LLM_WIDENS_IN_REGISTERS
-// One or two rows: vector instructions widen weights faster than AMX tiles read them from a buffer. Products are added
-// in the order of tdpbf16ps (amx.h): in each step of 32 inputs those of the even inputs and those of the odd ones from
-// zero, and then both sums to the total. So the bits are those of tiles.
+// For one or two rows, this is faster than widening weights into a buffer for AMX tiles. The order of additions is that
+// of tdpbf16ps (amx.h), so the bits are those of tiles: in each step of 32 inputs, the products of the even inputs are
+// summed from zero, and so are those of the odd inputs. The two sums are added, and the result is added to the total.
 template <class QValues>
 struct WeightOnlyProduct : QValues {
   using Activation = BFloat16;
@@ -204,10 +204,10 @@ struct WeightOnlyProduct : QValues {
 template <class QValues>
 constexpr size_t kStepInputs<WeightOnlyProduct<QValues>> = kStep<BFloat16>;
 
-// Most rows whose sums, three for each row and panel, stay in registers.
-constexpr size_t kMaxRegisterRows = 2;
+// Largest number of rows whose sums stay in registers: three for each row and panel.
+constexpr size_t kMaxWidenedRows = 2;
 
-// Multiplies kRows rows. multiply_grouped would compile tiles of up to six rows.
+// Multiplies kRows rows. multiply_grouped would also compile tiles of three to six rows.
 template <class Op, size_t kRows>
 void multiply_few_rows(const GroupedProduct<Op>& product) {
   for (size_t panel = 0; panel < product.count; panel += kTilePanels) {
@@ -269,17 +269,18 @@ void multiply_in_registers(const LinearArgs& args, const WideRows<BFloat16>& x, 
 }
 #endif
 
-// From this number of rows on, 8-bit qvalues are widened once, in the first-level cache, rather than by each tile.
+// AVX-512 with bfloat16, without AMX: up to this number of rows, each tile widens 8-bit qvalues in registers. With more
+// rows, they are widened once, in the first-level cache.
 constexpr size_t kMaxRowsOfBytes = 2 * kTileRows;
 
-// Whether each tile widens the qvalues that it multiplies; rows are then read in row-major layout.
+// Whether vector instructions widen qvalues in registers as they multiply; rows are then read in row-major layout.
 template <class Element>
 bool widens_in_registers(const LinearArgs& args) {
 #if defined(LLM_WIDENS_IN_REGISTERS)
 #if LLM_AVX2_ONLY
   const bool is_quick = args.m <= (args.qvalues->bits == 8 ? kTileRows : kTileRows - 1);
 #elif defined(LLM_AMX)
-  const bool is_quick = args.m <= kMaxRegisterRows && args.k % Operand<BFloat16>::kMultiple == 0;
+  const bool is_quick = args.m <= kMaxWidenedRows && args.k % Operand<BFloat16>::kMultiple == 0;  // without padding
 #else
   const bool is_quick = args.qvalues->bits == 4 || args.m <= kMaxRowsOfBytes;
 #endif

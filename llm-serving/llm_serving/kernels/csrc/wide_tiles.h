@@ -22,7 +22,7 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
   const size_t group_bytes = (is_half ? kHalfLines : kBlockLines) * kLineBytes;
   const size_t first_sum = panels.first_block * (is_half ? 2 : 1) * rows + row;
   const int32_t* row_sums = x.sums_of(panels.form.group).sums + first_sum;
-  const float* negative_sums = x.sums_of(panels.form.group).negative_scaled + first_sum;
+  const float* negative_scaled_sums = x.sums_of(panels.form.group).negative_scaled + first_sum;
   const float* row_scales = x.scale + panels.first_block * rows + row;
   const int8_t* a = x.at(row, panels.first_block * kBlockInputs);
   const uint8_t* qvalues[kPanels];
@@ -73,11 +73,11 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
       const GroupNumbers group = {load(of_group), load(of_group + kPanelWidth)};
 #pragma GCC unroll 8
       for (size_t r = 0; r < kRows; r++) {
-        total[r][p] = add_group(total[r][p], sums[r][p], group, row_scales[r], negative_sums[r]);
+        total[r][p] = add_group(total[r][p], sums[r][p], group, row_scales[r], negative_scaled_sums[r]);
       }
     }
     row_sums += rows;
-    negative_sums += rows;
+    negative_scaled_sums += rows;
     if (!is_half || !is_first_half) row_scales += rows;
   }
 #pragma GCC unroll 8
