@@ -26,6 +26,10 @@ namespace llm::LLM_ISA {
 template <class Op>
 constexpr size_t kStepInputs = 0;
 
+// Largest number of rows of a tile, whose sums stay in registers.
+template <class Op>
+constexpr size_t kGroupedRows = kTileRows;
+
 template <class Op>
 struct GroupedProduct {
   size_t rows;
@@ -166,23 +170,29 @@ void grouped_tile_of(size_t height, const GroupedProduct<Op>& product, size_t ro
       return grouped_tile<Op, 1, kPanels, kPrefetches>(product, row, panel);
     case 2:
       return grouped_tile<Op, 2, kPanels, kPrefetches>(product, row, panel);
-    case 3:
-      return grouped_tile<Op, 3, kPanels, kPrefetches>(product, row, panel);
-    case 4:
-      return grouped_tile<Op, 4, kPanels, kPrefetches>(product, row, panel);
-    case 5:
-      return grouped_tile<Op, 5, kPanels, kPrefetches>(product, row, panel);
-    case 6:
-      return grouped_tile<Op, 6, kPanels, kPrefetches>(product, row, panel);
     default:
-      return;
+      break;
+  }
+  if constexpr (kGroupedRows<Op> > 2) {
+    switch (height) {
+      case 3:
+        return grouped_tile<Op, 3, kPanels, kPrefetches>(product, row, panel);
+      case 4:
+        return grouped_tile<Op, 4, kPanels, kPrefetches>(product, row, panel);
+      case 5:
+        return grouped_tile<Op, 5, kPanels, kPrefetches>(product, row, panel);
+      case 6:
+        return grouped_tile<Op, 6, kPanels, kPrefetches>(product, row, panel);
+      default:
+        return;
+    }
   }
 }
 
 // Multiplies all rows by a few panels, in tiles of nearly equal height; the first tile prefetches what comes next.
 template <class Op, size_t kPanels>
 void grouped_rows(const GroupedProduct<Op>& product, size_t panel) {
-  const size_t tiles = (product.rows + kTileRows - 1) / kTileRows;
+  const size_t tiles = (product.rows + kGroupedRows<Op> - 1) / kGroupedRows<Op>;
   for (size_t i = 0, row = 0; i < tiles; i++) {
     const size_t height = (product.rows - row + tiles - i - 1) / (tiles - i);
     if (i == 0) {

@@ -204,28 +204,10 @@ struct WeightOnlyProduct : QValues {
 template <class QValues>
 constexpr size_t kStepInputs<WeightOnlyProduct<QValues>> = kStep<BFloat16>;
 
-// Largest number of rows whose sums stay in registers: three for each row and panel.
+// Each row and panel has three sums.
 constexpr size_t kMaxWidenedRows = 2;
-
-// Multiplies kRows rows. multiply_grouped would also compile tiles of three to six rows.
-template <class Op, size_t kRows>
-void multiply_few_rows(const GroupedProduct<Op>& product) {
-  for (size_t panel = 0; panel < product.count; panel += kTilePanels) {
-    switch (product.count - panel) {
-      case 1:
-        grouped_tile<Op, kRows, 1, true>(product, 0, panel);
-        break;
-      case 2:
-        grouped_tile<Op, kRows, 2, true>(product, 0, panel);
-        break;
-      case 3:
-        grouped_tile<Op, kRows, 3, true>(product, 0, panel);
-        break;
-      default:
-        grouped_tile<Op, kRows, 4, true>(product, 0, panel);
-    }
-  }
-}
+template <class QValues>
+constexpr size_t kGroupedRows<WeightOnlyProduct<QValues>> = kMaxWidenedRows;
 #elif defined(__AVX512BF16__)
 #define LLM_WIDENS_IN_REGISTERS
 template <class QValues>
@@ -260,12 +242,7 @@ void multiply_in_registers(const LinearArgs& args, const WideRows<BFloat16>& x, 
   product.a = x.at(row, 0);
   product.a_stride = x.layout.width;
   product.inputs = x.inputs;
-#if defined(LLM_AMX)
-  if (rows == 1) return multiply_few_rows<Op, 1>(product);
-  multiply_few_rows<Op, 2>(product);
-#else
   multiply_grouped(product);
-#endif
 }
 #endif
 
