@@ -8,6 +8,7 @@
 #pragma once
 
 #include "grouped.h"
+#include "pair_products.h"
 #include "rotation.h"
 
 namespace llm::LLM_ISA {
@@ -39,17 +40,6 @@ inline const WideCode* whole_panel(const LinearArgs& args, size_t panel, size_t,
 // ---- Numbers out of qvalues, in registers ---------------------------------------------------------------------------
 
 #if defined(__AVX512BW__)
-// The even and the odd inputs of sixteen pairs.
-struct FloatPairs {
-  __m512 even, odd;
-};
-
-// Pairs of bfloat16 as float32.
-LLM_INLINE FloatPairs widened_pairs(__m512i pairs) {
-  const __m512i odd = _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000)));
-  return {(__m512)_mm512_slli_epi32(pairs, 16), (__m512)odd};
-}
-
 // Table from the lowest five bits of a word to a number: a 4-bit qvalue minus 8 or, for a qvalue moved by its zero
 // point, 5 bits minus 15; as bfloat16: sign, eight bits of exponent, seven of fraction.
 template <bool kZeros>
@@ -165,73 +155,32 @@ struct WeightOnlyProduct {
     return multiply_add(sum, scale, before);
   }
 };
-#elif defined(LLM_AMX)
+#elif defined(LLM_PAIR_PRODUCTS)
 #define LLM_WIDENS_IN_REGISTERS
-// For one or two rows, this is faster than widening weights into a buffer for AMX tiles. The order of additions is that
-// of tdpbf16ps (amx.h), so the bits are those of tiles: in each step of 32 inputs, the products of the even inputs are
-// summed from zero, and so are those of the odd inputs. The two sums are added, and the result is added to the total.
 template <class QValues>
-struct WeightOnlyProduct : QValues {
-  using Activation = BFloat16;
-  using Factor = FloatPairs;
-  struct Sum {
-    __m512 even = {}, odd = {}, total = {};
-  };
+struct WeightOnlyProduct : QValues, PairProduct {
   static constexpr size_t kFactors = 16 / QValues::kBits;
   static constexpr size_t kInputs = 2 * kFactors;
-  static constexpr bool kIsExact = false;
 
-  static LLM_INLINE Sum begin(const int32_t*) { return Sum(); }
   static LLM_INLINE Factor load_panel(const uint8_t* qvalues, size_t factor, typename QValues::Zero zero) {
+#if defined(LLM_AMX)
     return QValues::numbers(qvalues, factor, zero);
+#else
+    return of_pairs(QValues::weight_only(qvalues, factor, zero));
+#endif
   }
   static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
-    int32_t pair;
-    __builtin_memcpy(&pair, a + 2 * factor, sizeof(pair));
-    return widened_pairs(_mm512_set1_epi32(pair));
+    return broadcast_pair(a + 2 * factor);
   }
-  static LLM_INLINE Sum accumulate(Factor a, Factor b, Sum sum) {
-    return {_mm512_fmadd_ps(a.even, b.even, sum.even), _mm512_fmadd_ps(a.odd, b.odd, sum.odd), sum.total};
-  }
-  static LLM_INLINE Sum end_step(Sum sum) {
-    return {_mm512_setzero_ps(), _mm512_setzero_ps(), sum.total + (sum.even + sum.odd)};
-  }
-  static LLM_INLINE Floats finish(Sum sum, Floats scale, Floats before, const uint8_t*, const int32_t*) {
-    return multiply_add({{sum.total}}, scale, before);
+  static LLM_INLINE Floats finish(const Sum& sum, Floats scale, Floats before, const uint8_t*, const int32_t*) {
+    return multiply_add(total(sum), scale, before);
   }
 };
 
 template <class QValues>
-constexpr size_t kStepInputs<WeightOnlyProduct<QValues>> = kStep<BFloat16>;
-
-// Each row and panel has three sums.
-constexpr size_t kMaxWidenedRows = 2;
+constexpr size_t kStepInputs<WeightOnlyProduct<QValues>> = kPairSteps;
 template <class QValues>
-constexpr size_t kGroupedRows<WeightOnlyProduct<QValues>> = kMaxWidenedRows;
-#elif defined(__AVX512BF16__)
-#define LLM_WIDENS_IN_REGISTERS
-template <class QValues>
-struct WeightOnlyProduct : QValues {
-  using Activation = BFloat16;
-  using Factor = __m512bh;
-  using Sum = Floats;
-  static constexpr size_t kFactors = 16 / QValues::kBits;
-  static constexpr size_t kInputs = 2 * kFactors;
-  static constexpr bool kIsExact = false;
-
-  static LLM_INLINE Sum begin(const int32_t*) { return zeros(); }
-  static LLM_INLINE Factor load_panel(const uint8_t* qvalues, size_t factor, typename QValues::Zero zero) {
-    return (__m512bh)QValues::weight_only(qvalues, factor, zero);
-  }
-  static LLM_INLINE Factor load_activation(const Activation* a, size_t factor) {
-    return Operand<BFloat16>::load_activation(a + 2 * factor, 0);
-  }
-  static LLM_INLINE Sum accumulate(Factor a, Factor b, Sum sum) { return Operand<BFloat16>::accumulate(a, b, sum); }
-  static LLM_INLINE Floats finish(Sum sum, Floats scale, Floats before, const uint8_t*, const int32_t*) {
-    return multiply_add(sum, scale, before);
-  }
-};
-
+constexpr size_t kGroupedRows<WeightOnlyProduct<QValues>> = kPairRows;
 #endif
 
 #if defined(LLM_WIDENS_IN_REGISTERS)
@@ -257,7 +206,7 @@ bool widens_in_registers(const LinearArgs& args) {
 #if LLM_AVX2_ONLY
   const bool is_quick = args.m <= (args.qvalues->bits == 8 ? kTileRows : kTileRows - 1);
 #elif defined(LLM_AMX)
-  const bool is_quick = args.m <= kMaxWidenedRows && args.k % Operand<BFloat16>::kMultiple == 0;  // without padding
+  const bool is_quick = args.m <= kPairRows && args.k % Operand<BFloat16>::kMultiple == 0;  // without padding
 #else
   const bool is_quick = args.qvalues->bits == 4 || args.m <= kMaxRowsOfBytes;
 #endif
