@@ -123,16 +123,8 @@ void block_panel_rows(const BlockForm& form, size_t k, const uint8_t* panel, con
 
 inline void multiply_in_registers(const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x,
                                   size_t row, size_t rows, float* totals) {
-  switch (form.bits) {
-    case 4:
-      return block_panel_rows<4>(form, k, panel, x, row, rows, totals);
-    case 5:
-      return block_panel_rows<5>(form, k, panel, x, row, rows, totals);
-    case 6:
-      return block_panel_rows<6>(form, k, panel, x, row, rows, totals);
-    default:
-      return block_panel_rows<8>(form, k, panel, x, row, rows, totals);
-  }
+  with_bits(form.bits,
+            [&](auto bits) { block_panel_rows<decltype(bits)::value>(form, k, panel, x, row, rows, totals); });
 }
 
 // ---- Many rows: qvalues are widened in memory, then multiplied by vector instructions or by AMX tiles ---------------

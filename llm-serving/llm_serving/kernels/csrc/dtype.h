@@ -7,6 +7,7 @@
 
 // A small function of inner loops.
 #define LLM_INLINE inline __attribute__((always_inline))
+#define LLM_INLINE_LAMBDA __attribute__((always_inline))
 
 // A function that the kernels of an instruction set call, which are a library of their own.
 #define LLM_SHARED __attribute__((visibility("default")))

@@ -103,6 +103,21 @@ inline const BlockByte* whole_panel(const LinearArgs& args, size_t panel, size_t
   return static_cast<const BlockByte*>(args.weight) + segment.offset + (at - segment.first_panel) * bytes;
 }
 
+// Calls body(std::integral_constant<size_t, bits>()), where `bits` of a form are 4, 5, 6 or 8.
+template <class Body>
+void with_bits(size_t bits, Body body) {
+  switch (bits) {
+    case 4:
+      return body(std::integral_constant<size_t, 4>());
+    case 5:
+      return body(std::integral_constant<size_t, 5>());
+    case 6:
+      return body(std::integral_constant<size_t, 6>());
+    default:
+      return body(std::integral_constant<size_t, 8>());
+  }
+}
+
 // What is subtracted from qvalues of `kBits` bits, so that they are signed: AVX2 multiplies 8 bits faster then.
 #if LLM_AVX2_ONLY && defined(LLM_BYTE_PAIRS)
 template <size_t kBits>

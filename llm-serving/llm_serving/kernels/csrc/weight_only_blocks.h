@@ -1,13 +1,16 @@
 // Products of weights in blocks (packed_blocks.h) and rows in the model dtype.
 //
-// weights  scale * (qvalue - zero) - minimum; the product and the difference are rounded to float32, then the value to
-//          the model dtype
+// weights  scale * (qvalue - zero) - minimum, rounded to float32, then to the model dtype. The product is exact in
+// float32
+//          if there is a minimum, so a fused multiply-add gives the same bits as two operations.
 // results  those of a weight of such elements (tile.h): the same products, added in the same order
 //
-// A few panels and inputs at a time are dequantized into the caches, and multiplied like any weight.
+// With one or two rows, products of bfloat16 dequantize panels in registers. Otherwise, a few panels and inputs at a
+// time are dequantized into the caches, and multiplied like any weight.
 #pragma once
 
 #include "blocks.h"
+#include "pair_products.h"
 
 namespace llm::LLM_ISA {
 
@@ -19,26 +22,54 @@ struct RowsOfElements : Activations<Element> {
 // Most inputs that are dequantized together: four panels of bfloat16 fill 64 KB.
 constexpr size_t kDequantizedInputs = 512;
 
-// The values of input `input` of the four inputs of a line.
-template <bool kMinima>
-LLM_INLINE Floats dequantized(const CodeFactor& line, int input, Floats zero, const GroupNumbers& numbers) {
+// The bits `kMask << kFrom` of each lane as a number, minus `zero`; none of the bits is above bit 15. They become the
+// last bits of the fraction of a float32.
+template <int kFrom, int32_t kMask>
+LLM_INLINE Floats numbers_of(const CodeFactor& lanes, float zero) {
+  constexpr float kLeast = static_cast<float>(1 << (23 - kFrom));
+  constexpr int32_t kLeastBits = (127 + 23 - kFrom) << 23;
   Floats result;
   LLM_FOR_PARTS {
-    const NativeUint qvalue = (NativeUint)line.part[i] >> (8 * input) & 0xff;
-    result.part[i] = __builtin_convertvector((NativeInt)qvalue, NativeFloat);
+#if defined(__AVX512F__)
+    const __m512i mask = _mm512_set1_epi32(kMask << kFrom), least = _mm512_set1_epi32(kLeastBits);
+    result.part[i] = (NativeFloat)_mm512_ternarylogic_epi32((__m512i)lanes.part[i], mask, least, 0xea);
+#else
+    result.part[i] = (NativeFloat)((lanes.part[i] & (kMask << kFrom)) | kLeastBits);
+#endif
   }
-  result = (result - zero) * numbers.scale;
-  return kMinima ? result - numbers.minimum : result;
+  return result - broadcast(kLeast + zero);
 }
 
-// Writes sixteen pairs of elements.
-LLM_INLINE void store_pairs(BFloat16* target, const Floats& first, const Floats& second) {
+// The scales of a group of sixteen columns, and the negative minima: -0 without minima, so adding it changes no number.
+struct GroupTerms {
+  Floats scale, negative_minimum;
+
+  LLM_INLINE GroupTerms(const BlockForm& form, const GroupNumbers& numbers)
+      : scale(numbers.scale), negative_minimum(broadcast(-0.0f)) {
+    if (form.has_minima) negative_minimum = negative_minimum - numbers.minimum;
+  }
+
+  LLM_INLINE Floats value(Floats number) const { return multiply_add(number, scale, negative_minimum); }
+};
+
+#if defined(__AVX512F__)
+// Sixteen pairs of numbers, rounded to bfloat16.
+LLM_INLINE __m512i rounded_pairs(const Floats& first, const Floats& second) {
 #if defined(__AVX512BF16__)
   alignas(64) static constexpr uint16_t kOrder[2 * kPanelWidth] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
                                                                    21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
                                                                    11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const auto both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second.part[0], (__m512)first.part[0]);
-  _mm512_storeu_si512(target, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both);
+#else
+  return (__m512i)(bfloat16_bits(first.part[0]) | bfloat16_bits(second.part[0]) << 16);
+#endif
+}
+#endif
+
+LLM_INLINE void store_pairs(BFloat16* target, const Floats& first, const Floats& second) {
+#if defined(__AVX512F__)
+  _mm512_storeu_si512(target, rounded_pairs(first, second));
 #else
   LLM_FOR_PARTS {
     const NativeUint pairs = bfloat16_bits(first.part[i]) | bfloat16_bits(second.part[i]) << 16;
@@ -47,66 +78,139 @@ LLM_INLINE void store_pairs(BFloat16* target, const Floats& first, const Floats&
 #endif
 }
 
-// Writes the four inputs of a line in the order of packed elements.
-template <bool kMinima, class Element>
-LLM_INLINE void dequantize_line(const CodeFactor& line, Floats zero, const GroupNumbers& numbers, Element* target) {
-  for (int input = 0; input < static_cast<int>(kFourInputs); input += 2) {
-    const Floats first = dequantized<kMinima>(line, input, zero, numbers);
-    const Floats second = dequantized<kMinima>(line, input + 1, zero, numbers);
-    Element* to = target + static_cast<size_t>(input) * kPanelWidth;
-    if constexpr (Operand<Element>::kInputs == 1) {
-      store(to, first);
-      store(to + kPanelWidth, second);
-    } else {
-      store_pairs(to, first, second);
-    }
+// Writes two inputs in the order of packed elements.
+template <class Element>
+LLM_INLINE void store_inputs(Element* target, const Floats& first, const Floats& second) {
+  if constexpr (Operand<Element>::kInputs == 1) {
+    store(target, first);
+    store(target + kPanelWidth, second);
+  } else {
+    store_pairs(target, first, second);
   }
 }
 
-// Dequantizes `inputs` of a panel from input `first` on, both multiples of 32.
-template <size_t kBits, bool kMinima, class Element>
-void dequantize_panel(const BlockForm& form, const uint8_t* panel, size_t k, size_t first, size_t inputs,
-                      Element* target) {
+// Calls use(first, second) with the numbers of inputs 0 and 1 of line `line` of a block, then with those of inputs 2
+// and 3.
+template <size_t kBits, class Use>
+LLM_INLINE void for_pairs_of_line(const uint8_t* planes, size_t line, float zero, const GroupTerms& terms, Use use) {
+  constexpr bool kIsByte = kBits > 4;  // a byte of a plane has the 4-bit qvalues of two lines
+  CodeFactor lanes = kIsByte ? line_of<kBits>(planes, line) : load_qvalues(planes + low_plane(4, line) * kLineBytes);
+#pragma GCC unroll 2
+  for (size_t pair = 0; pair < 2; pair++) {
+    Floats first, second;
+    if (kIsByte) {
+      first = numbers_of<0, 0xff>(lanes, zero), second = numbers_of<8, 0xff>(lanes, zero);
+    } else if (line % 2 == 0) {
+      first = numbers_of<0, 0xf>(lanes, zero), second = numbers_of<8, 0xf>(lanes, zero);
+    } else {
+      first = numbers_of<4, 0xf>(lanes, zero), second = numbers_of<12, 0xf>(lanes, zero);
+    }
+    use(terms.value(first), terms.value(second));
+    LLM_FOR_PARTS lanes.part[i] = (NativeInt)((NativeUint)lanes.part[i] >> 16);
+  }
+}
+
+// Calls use(first, second) with the numbers of each pair of inputs of a panel, from input `first` on, and end_block()
+// after each 32 inputs. `first` and `inputs` are multiples of 32.
+template <size_t kBits, class Use, class EndBlock>
+LLM_INLINE void for_pairs_of_panel(const BlockForm& form, const uint8_t* panel, size_t k, size_t first, size_t inputs,
+                                   Use use, EndBlock end_block) {
   const BlockLayout layout(form);
-  const Floats zero = broadcast(static_cast<float>(form.zero));
+  const auto zero = static_cast<float>(form.zero);
+  // The lines of a chunk that each of its blocks prefetches, rounded up.
+  const size_t block_lines = (layout.chunk_bytes / kLineBytes + kChunkBlocks - 1) / kChunkBlocks;
   const size_t last = (first + inputs) / kBlockInputs;
   for (size_t block = first / kBlockInputs; block < last;) {
     const BlockChunk chunk(layout, panel, k, block / kChunkBlocks);
     const GroupReader reader(form, layout, chunk);
     size_t within = block % kChunkBlocks;
+    const uint8_t* ahead = chunk.planes + within * block_lines * kLineBytes + kBytesAheadOfStream;
     for (; within < chunk.blocks && block < last; within++, block++) {
       const uint8_t* planes = chunk.planes + within * layout.plane_bytes;
-      GroupNumbers numbers = reader.numbers(within * layout.block_groups);
+      GroupTerms terms(form, reader.numbers(within * layout.block_groups));
+      for (size_t i = 0; i < block_lines; i++, ahead += kLineBytes) __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 8
-      for (size_t line = 0; line < kBlockLines; line++, target += kFourInputs * kPanelWidth) {
-        if (line == kHalfLines && layout.block_groups == 2) numbers = reader.numbers(within * 2 + 1);
-        dequantize_line<kMinima>(line_of<kBits>(planes, line), zero, numbers, target);
+      for (size_t line = 0; line < kBlockLines; line++) {
+        if (line == kHalfLines && layout.block_groups == 2) terms = {form, reader.numbers(within * 2 + 1)};
+        for_pairs_of_line<kBits>(planes, line, zero, terms, use);
       }
+      end_block();
     }
   }
 }
 
-template <class Element>
+// Dequantizes `inputs` of a panel from input `first` on, both multiples of 32.
+template <size_t kBits, class Element>
 void dequantize_panel(const BlockForm& form, const uint8_t* panel, size_t k, size_t first, size_t inputs,
                       Element* target) {
-  switch (form.bits) {
-    case 4:
-      if (form.has_minima) return dequantize_panel<4, true>(form, panel, k, first, inputs, target);
-      return dequantize_panel<4, false>(form, panel, k, first, inputs, target);
-    case 5:
-      if (form.has_minima) return dequantize_panel<5, true>(form, panel, k, first, inputs, target);
-      return dequantize_panel<5, false>(form, panel, k, first, inputs, target);
-    case 6:
-      return dequantize_panel<6, false>(form, panel, k, first, inputs, target);
-    default:
-      return dequantize_panel<8, false>(form, panel, k, first, inputs, target);
-  }
+  auto write = [&](const Floats& a, const Floats& b) LLM_INLINE_LAMBDA {
+    store_inputs(target, a, b);
+    target += 2 * kPanelWidth;
+  };
+  for_pairs_of_panel<kBits>(form, panel, k, first, inputs, write, [] {});
+}
+
+#if defined(LLM_PAIR_PRODUCTS)
+// Up to this number of rows, panels are dequantized in registers. With more, a buffer is about as fast, measured on an
+// Intel Xeon with AMX.
+constexpr size_t kRegisterPairRows = 2;
+
+// Multiplies a few rows by a panel, which is dequantized in registers.
+template <size_t kBits, size_t kRows>
+void multiply_pairs(const BlockForm& form, size_t k, const uint8_t* panel, const BFloat16* a, size_t a_stride,
+                    float* totals) {
+  PairProduct::Sum sums[kRows];
+#pragma GCC unroll 8
+  for (size_t r = 0; r < kRows; r++) sums[r] = PairProduct::begin(nullptr);
+  auto multiply_pair = [&](const Floats& first, const Floats& second) LLM_INLINE_LAMBDA {
+    const PairProduct::Factor factor = PairProduct::of_pairs(rounded_pairs(first, second));
+#pragma GCC unroll 8
+    for (size_t r = 0; r < kRows; r++) {
+      sums[r] = PairProduct::accumulate(broadcast_pair(a + r * a_stride), factor, sums[r]);
+    }
+    a += 2;
+  };
+  auto end_step = [&]() LLM_INLINE_LAMBDA {
+#pragma GCC unroll 8
+    for (size_t r = 0; r < kRows; r++) sums[r] = PairProduct::end_step(sums[r]);
+  };
+  for_pairs_of_panel<kBits>(form, panel, k, 0, k, multiply_pair, end_step);
+#pragma GCC unroll 8
+  for (size_t r = 0; r < kRows; r++) store(totals + r * kPanelWidth, PairProduct::total(sums[r]));
+}
+#endif
+
+template <class Element>
+constexpr bool dequantizes_in_registers([[maybe_unused]] size_t rows) {
+#if defined(LLM_PAIR_PRODUCTS)
+  return std::is_same<Element, BFloat16>::value && rows <= kRegisterPairRows;
+#else
+  return false;
+#endif
 }
 
 template <class Element>
 void sum_products(const LinearArgs& args, const RowsOfElements<Element>& x, size_t row, size_t rows,
                   const UnitPanels<BlockByte>& panels, float* sums) {
   if (x.inputs == 0) __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
+  auto form_of = [&](size_t p) -> const BlockForm& {
+    return args.qvalues->segment_of(args.qvalues->first_panel + panels.index[p]).form;
+  };
+  auto bytes_of = [&](size_t p) { return reinterpret_cast<const uint8_t*>(panels.data[p]); };
+#if defined(LLM_PAIR_PRODUCTS)
+  if constexpr (std::is_same<Element, BFloat16>::value) {
+    if (dequantizes_in_registers<Element>(args.m)) {
+      for (size_t p = 0; p < panels.count; p++) {
+        with_bits(form_of(p).bits, [&](auto bits) {
+          constexpr size_t kBits = decltype(bits)::value;
+          auto multiply = rows == 1 ? multiply_pairs<kBits, 1> : multiply_pairs<kBits, kRegisterPairRows>;
+          multiply(form_of(p), args.k, bytes_of(p), x.at(row, 0), x.layout.width, sums + p * rows * kPanelWidth);
+        });
+      }
+      return;
+    }
+  }
+#endif
   const size_t bytes = kTilePanels * kDequantizedInputs * kPanelWidth * sizeof(Element);
   auto* memory = static_cast<Element*>(scratch(Scratch::kPanel, bytes));
   for (size_t first = 0; first < panels.count; first += kTilePanels) {
@@ -116,10 +220,11 @@ void sum_products(const LinearArgs& args, const RowsOfElements<Element>& x, size
       const size_t limit = to_pass < to_end ? to_pass : to_end, end = limit < x.inputs ? limit : x.inputs;
       const Element* now[kTilePanels];
       for (size_t p = 0; p < count; p++) {
-        const size_t at = args.qvalues->first_panel + panels.index[first + p];
-        const BlockForm& form = args.qvalues->segment_of(at).form;
         Element* target = memory + p * kDequantizedInputs * kPanelWidth;
-        dequantize_panel(form, reinterpret_cast<const uint8_t*>(panels.data[first + p]), args.k, k, end - k, target);
+        with_bits(form_of(first + p).bits, [&](auto bits) {
+          constexpr size_t kBits = decltype(bits)::value;
+          dequantize_panel<kBits>(form_of(first + p), bytes_of(first + p), args.k, k, end - k, target);
+        });
         now[p] = target;
       }
       Product<Element> product(rows, x.at(row, k), now, count, end - k, sums + first * rows * kPanelWidth);
@@ -135,7 +240,11 @@ void sum_products(const LinearArgs& args, const RowsOfElements<Element>& x, size
 inline void weight_only_blocks_linear(const LinearArgs& args) {
   with_element(args.dtype, [&](auto tag) {
     using Element = typename decltype(tag)::Element;
-    const ActivationForm<Element> form(args.m, args.k);
+    ActivationForm<Element> form(args.m, args.k);
+    if (dequantizes_in_registers<Element>(args.m)) {
+      form.pass = form.layout.width = args.k;
+      form.layout.tile = 0;  // rows are read one by one, not by AMX tiles
+    }
     linear_with<Element>(args, RowsOfElements<Element>{prepare_activations<Element>(args, form)});
   });
 }

@@ -18,19 +18,7 @@ void widen_planes(const uint8_t* planes, size_t blocks, uint8_t* target) {
 
 inline void widen_chunk(const BlockForm& form, const BlockLayout& layout, const BlockChunk& chunk, uint8_t* qvalues,
                         GroupNumbers* numbers) {
-  switch (form.bits) {
-    case 4:
-      widen_planes<4>(chunk.planes, chunk.blocks, qvalues);
-      break;
-    case 5:
-      widen_planes<5>(chunk.planes, chunk.blocks, qvalues);
-      break;
-    case 6:
-      widen_planes<6>(chunk.planes, chunk.blocks, qvalues);
-      break;
-    default:
-      widen_planes<8>(chunk.planes, chunk.blocks, qvalues);
-  }
+  with_bits(form.bits, [&](auto bits) { widen_planes<decltype(bits)::value>(chunk.planes, chunk.blocks, qvalues); });
   const size_t groups = chunk.blocks * layout.block_groups;
   const GroupReader reader(form, layout, chunk);
   for (size_t group = 0; group < groups; group++) numbers[group] = reader.numbers(group);
