@@ -325,6 +325,13 @@ def test_invalid_arguments_exit_with_2(arguments, capsys):
     assert capsys.readouterr().err.startswith("usage: llm-serving")
 
 
+@pytest.mark.parametrize("words", [["serve", "--prot", "8000"], ["cluster", "drain", "0", "--prot=8000"]])
+def test_unknown_flag_error_names_the_nearest_flag_of_the_command(words, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert capsys.readouterr().err.endswith(f"{words[-1]}; the nearest known one is `--port`\n")
+
+
 def test_hash_key_reports_missing_standard_input(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["hash-key"]) == 2

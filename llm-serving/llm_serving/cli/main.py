@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from llm_serving.cli import config, serve
 from llm_serving.cli.arguments import EXIT_FAILED, StartError, Subcommands
+from llm_serving.config.rules import nearest
 from llm_serving.core.process import import_optional
 from llm_serving.errors import ConfigError, LLMServingError, NoWorkAgentsError
 
@@ -145,9 +146,21 @@ def _failed(error: LLMServingError, exit_code: int) -> int:
     return exit_code
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """A parser whose error for an unknown flag names the nearest known one. Its subcommands have the same class."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag = next((each.partition("=")[0] for each in unknown if each.startswith("-")), None)
+            hint = "" if flag is None else f"; {nearest(flag, list(self._option_string_actions))}"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
+
+
 def _parser(called: str | None = None) -> argparse.ArgumentParser:
     """Build the parser. Import a subcommand of another package only if `called` is its name or None."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _CommandParser(
         prog="llm-serving",
         description="LLM serving on MindSpore.",
         epilog=EXIT_CODES,
