@@ -108,6 +108,7 @@ def test_serve_passes_the_configuration_to_the_master(served, model):
 def test_port_option_overrides_set(served, model):
     assert main(["serve", "--model", model, "--port", "9001", "--set", "serving_config.server_port=1"]) == 0
     assert served[0].serving.server_port == 9001
+    assert served[0].sources["serving_config.server_port"] == "--port"
 
 
 def test_every_flag_sets_an_existing_key():
@@ -164,7 +165,7 @@ def test_flags_of_other_servers_set_replicas_and_ranks(flags, served, model):
     ("flags", "message"),
     [
         (["--tensor-parallel-size", "0"], "`cluster_config.tensor_parallel` must be"),
-        (["-dp=0"], "`cluster_config.replicas` must be"),
+        (["-dp=0"], "error: --data-parallel-size: `cluster_config.replicas` must be"),
         (["-pp=4"], "-pp 4 is not supported: layers are not divided"),
         (["--gpu-memory-utilization", "0.9"], "`--set device_config.max_device_memory=8GB`"),
         (["--no-enable-prefix-caching"], "`--set scheduler_config.prefix_caching=False`"),
@@ -173,7 +174,7 @@ def test_flags_of_other_servers_set_replicas_and_ranks(flags, served, model):
             "`quant_config.quantization` must be one of w8a8, w8a16, w4a16, w4a8, blocks_a16, dequantized. Given: "
             "'awq'",
         ),
-        (["--port", "x"], "`serving_config.server_port` must be"),
+        (["--port", "x"], "error: --port: `serving_config.server_port` must be"),
         (["--max-model-len", "1"], "`model_config.max_generate_length` must be"),
         (["--api-key", "short"], "--api-key: an API key must be 16 to 512"),
     ],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from llm_serving.config import ServingConfig, load_config
+from llm_serving.config.loader import FlagOverride
 from llm_serving.config.model_size import ModelSize, model_size
 from llm_serving.core.dtypes import MODEL_DTYPES
 from llm_serving.core.enums import KVCacheDtypeName, QuantizationName
@@ -153,13 +154,15 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
         if value is not None and value not in refused.accepted:
             given = f" {value}" if value else ""
             raise ConfigError(f"{refused.name}{given} is not supported: {refused.instead}")
-    overrides = []
+    overrides: list[str] = []
     for flag in FLAGS:
         value = _value(arguments, flag.name)
         if value is None or (flag.name == "--dtype" and value == "auto"):
             continue
         number = re.fullmatch(r"-?(0|[1-9][0-9]*)", value)  # 010 stays a string: YAML would read 8
-        overrides.append(f"{flag.key}={value if number and flag.metavar in _NUMBERS else json.dumps(value)}")
+        override = FlagOverride(f"{flag.key}={value if number and flag.metavar in _NUMBERS else json.dumps(value)}")
+        override.flag = flag.name
+        overrides.append(override)
     if arguments.api_key is not None:
         overrides.append(_key_override(arguments.api_key, "--api-key"))
     return overrides

@@ -51,6 +51,12 @@ ACCEPTED_KEYS: Final = (*RULES, *legacy.ALIASES, *legacy.WITHOUT_EFFECT)
 _SECTION_NAMES: Final = tuple(dict.fromkeys([*(name.partition(".")[0] for name in ACCEPTED_KEYS), *TABLES, MODELS]))
 
 
+class FlagOverride(str):
+    """An override by a flag such as `--port`. Errors and `ServingConfig.sources` name the flag instead of `--set`."""
+
+    flag: str
+
+
 @dataclass(frozen=True)
 class _Given:
     value: Any
@@ -198,10 +204,11 @@ def _accept_override(reading: _Reading, text: str) -> None:
     if not equals or len(keys) != form.count("."):
         raise ConfigError(f"--set must be {form}. Given: {shorten(text)}")
     located = read_value(value, f"--set {name.strip()}")
+    source = text.flag if isinstance(text, FlagOverride) else "--set"
     if section in TABLES:
-        reading.tables[section].set(keys[0], keys[1], Located(located.value, "--set"))
+        reading.tables[section].set(keys[0], keys[1], Located(located.value, source))
     else:
-        _accept(reading, name.strip(), _Given(plain(located), "--set", search_folders(None), is_override=True))
+        _accept(reading, name.strip(), _Given(plain(located), source, search_folders(None), is_override=True))
 
 
 def _accept(reading: _Reading, name: str, given: _Given) -> None:

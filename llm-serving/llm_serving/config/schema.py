@@ -43,7 +43,7 @@ class ServingConfig:
     request_classes: tuple[RequestClass, ...] = DEFAULT_CLASSES
     api_keys: tuple[ApiKey, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
-    """"section.key" or "section.row.key" -> source of its value: "default", "file:line", "--set" or "--model"."""
+    """"section.key" or "section.row.key" -> source of its value: "default", "file:line" or a flag such as "--set"."""
     notices: tuple[str, ...] = ()
     """Sentences for the operator: keys without effect, renamed keys, surprising combinations."""
     hub_model: HubModel | None = None

@@ -17,7 +17,7 @@ MAX_DEPTH: Final = 32
 
 @dataclass(frozen=True)
 class Located:
-    """A YAML value and its source: "file:line", or "--set"."""
+    """A YAML value and its source: "file:line", or a flag such as "--set"."""
 
     value: Any
     """None, a bool, int, float or str, a list of plain values, or a dict of `Located`."""
