@@ -19,15 +19,16 @@ from llm_serving.kernels.instruction_sets import (
     supported_isas,
 )
 
-# A fake compiler: writes the requested output file and appends its arguments to the file `calls` beside itself. It
-# accepts every option, but no optional flags if the file `old` is beside it.
+# A fake compiler: writes the header of an ELF file to the requested output file and appends its arguments to the file
+# `calls` beside itself. It accepts every option, but no optional flags if the file `old` is beside it.
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "fake compiler 1.0"; exit 0; fi
 case "$*" in *-fsyntax-only*) if [ -e "$(dirname "$0")/old" ]; then exit 1; else exit 0; fi;; esac
 echo "$@" >> "$(dirname "$0")/calls"
 while [ "$1" != -o ]; do shift; done
-echo object > "$2"
+{ printf '\\177ELF'; head -c 60 /dev/zero; } > "$2"
 """
+OBJECT = b"\x7fELF" + bytes(60)
 
 
 @pytest.fixture
@@ -48,11 +49,42 @@ def test_library_is_compiled_once_and_then_reused(compiler: Path) -> None:
     path = build.library_path()
     kernels = build.kernels_path(preferred_isas()[0])
     assert path.parent == kernels.parent == compiler.parent / "cache"
-    assert path.read_text() == kernels.read_text() == "object\n"
+    assert path.read_bytes() == kernels.read_bytes() == OBJECT
     num_calls = len(calls(compiler))
     assert build.library_path() == path
     assert len(calls(compiler)) == num_calls
     assert {each.name for each in path.parent.iterdir()} == {"build.lock", path.name, kernels.name}
+
+
+@pytest.mark.parametrize("part", ["libllm_serving", "kernels_"])
+def test_an_incomplete_file_is_compiled_again(compiler: Path, part: str, caplog: pytest.LogCaptureFixture) -> None:
+    library = build.library_path()
+    (path,) = library.parent.glob(f"{part}*.so")
+    (compiler.parent / "calls").unlink()
+    os.truncate(path, 63)
+    assert build.library_path() == library
+    assert path.read_bytes() == OBJECT
+    assert [line.count(path.name) for line in calls(compiler) if "-shared" in line] == [2 if path == library else 1]
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.getMessage() == f"the file {path} is incomplete; compiling it again"
+
+
+def test_an_incomplete_file_that_the_compiler_wrote_is_an_error(compiler: Path) -> None:
+    compiler.write_text(FAKE_COMPILER.replace("head -c 60", "head -c 59"))
+    with pytest.raises(KernelError, match=r"wrote the incomplete file .*/libllm_serving_.*: check the disk"):
+        build.library_path()
+    assert not list((compiler.parent / "cache").glob("*.so"))
+
+
+def test_a_compiled_library_without_its_last_byte_is_incomplete(tmp_path: Path) -> None:
+    try:
+        content = build.library_path().read_bytes()
+    except KernelError as error:
+        pytest.skip(str(error))
+    path = tmp_path / "library.so"
+    for size in (0, 64, len(content) - 1, len(content)):
+        path.write_bytes(content[:size])
+        assert build._is_complete(path) == (size == len(content))
 
 
 @pytest.mark.skipif("avx2" not in compilable_isas(), reason="needs x86")

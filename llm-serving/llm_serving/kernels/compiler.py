@@ -20,6 +20,7 @@ import itertools
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,8 @@ def _built(isas: Sequence[str], on_progress: Progress | None = None) -> list[Pat
             with _locked(folder / "build.lock", on_progress or logger.info) as report:
                 found = _find(parts, suffix, folders)
                 missing = {part: folder / f"{part}_{suffix}.so" for part in parts if part not in found}
+                for damaged in filter(os.path.exists, missing.values()):
+                    logger.warning("the file %s is incomplete; compiling it again", damaged)
                 if missing:
                     _build(compiler, missing, found.get(_LIBRARY), report)
                 found |= missing
@@ -123,9 +126,17 @@ def _kernels_of(isa: str) -> str:
 
 def _find(parts: Sequence[str], suffix: str, folders: Sequence[Path]) -> dict[str, Path]:
     paths = {part: [folder / f"{part}_{suffix}.so" for folder in folders] for part in parts}
-    return {
-        part: path for part, each in paths.items() if (path := next(filter(os.path.exists, each), None)) is not None
-    }
+    return {part: path for part, each in paths.items() if (path := next(filter(_is_complete, each), None)) is not None}
+
+
+def _is_complete(path: Path) -> bool:
+    """Return whether the file has the size that its 64-bit ELF header announces. Linkers write the section headers last
+    (elf(5)). If a process loads an incomplete file, SIGBUS may kill it.
+    """
+    with suppress(OSError, struct.error), path.open("rb") as file:
+        magic, offset, size, count = struct.unpack("=4s36xQ10xHH2x", file.read(64))
+        return bool(magic == b"\x7fELF" and offset + size * count <= path.stat().st_size)
+    return False
 
 
 def _built_earlier(parts: Sequence[str], sources: str, folders: Sequence[Path], error: KernelError) -> list[Path]:
@@ -230,6 +241,8 @@ def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None
             linked = Path(scratch) / targets[part].name
             users = [str(library or targets[_LIBRARY])] if part != _LIBRARY else [f"-Wl,-soname,{linked.name}"]
             _run([compiler.path, *_LINKER_FLAGS, "-o", str(linked), *map(str, objects[part]), *users])
+            if not _is_complete(linked):
+                raise KernelError(f"{compiler.path} wrote the incomplete file {linked}: check the disk")
             linked.replace(targets[part])
     logger.info("compiled the operator library: seconds=%.1f folder=%s", time.monotonic() - started, folder)
 
