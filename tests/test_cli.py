@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 from unittest.mock import Mock
@@ -340,8 +341,21 @@ def test_hash_key_reports_missing_standard_input(capsys, monkeypatch):
 
 
 def run_command(arguments, **options):
-    command = [sys.executable, "-c", "import sys; from llm_serving.cli.main import main; sys.exit(main())", *arguments]
+    entry = tomllib.loads((PROJECT_FOLDER / "llm-serving" / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = entry["llm-serving"].partition(":")
+    script = f"import sys; from {module} import {function}; sys.exit({function}())"
+    command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(command, stderr=subprocess.PIPE, check=False, timeout=60, **options)
+
+
+def test_ctrl_c_during_the_imports_ends_the_command_quietly(tmp_path):
+    """The fake package ignores a KeyboardInterrupt, as some packages do."""
+    (tmp_path / "yaml.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    path = os.pathsep.join((str(tmp_path), str(PROJECT_FOLDER / "llm-serving")))
+    ended = run_command(["version"], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize("text", ["010", "-08"])
