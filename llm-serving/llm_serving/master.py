@@ -79,6 +79,7 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
     adapters = AdapterRegistry(config, spec)
     metrics = Metrics(config.model.model_name, config.request_classes)
     consistency, same_files = ConsistencyCheck(), SameFiles(config.model)
+    all_starts = StartCancellation()
 
     @contextmanager
     def open_replica(index: int, publish: Publish, on_progress: Callable[[str], None]) -> Iterator[Engine]:
@@ -93,9 +94,10 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
             return consistency.check(agent)
 
         serving, cancellation = config.serving, StartCancellation()
-        executor = SupervisedExecutor(
-            start, serving.step_timeout_s, serving.max_worker_restarts, cancellation=cancellation, index=index
-        )
+        with all_starts.on_cancel(cancellation.cancel):
+            executor = SupervisedExecutor(
+                start, serving.step_timeout_s, serving.max_worker_restarts, cancellation=cancellation, index=index
+            )
         metrics.watch_agent(index, lambda: executor.num_compilations, lambda: executor.machine)
         try:
             loaded = executor.loaded
@@ -131,7 +133,9 @@ def build(config: ServingConfig, placement: Placement, log_name: str = "") -> As
     # A cluster sends the files of one folder to its machines, and exported graphs contain the weights.
     is_replaceable = config.cluster.engine == EngineName.LOCAL and config.model.mindir_path is None
     replaces = set_weights if is_replaceable else None
-    return AsyncEngine(config, spec, tokenizer, metrics, open_replica, set_weights=replaces, adapters=adapters)
+    engine = AsyncEngine(config, spec, tokenizer, metrics, open_replica, set_weights=replaces, adapters=adapters)
+    engine.replicas.cancel_starts = all_starts.cancel
+    return engine
 
 
 def _send_adapters(adapters: AdapterRegistry, executor: SupervisedExecutor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -16,7 +17,16 @@ import httpx
 import psutil
 import pytest
 from llm_serving.config.paths import DEMO_FOLDER
-from support.server_process import ONE_THREAD, ROOT, free_ports, run_script, shared_memory_names, start_server
+from llm_serving.core.process import command_of
+from support.server_process import (
+    ONE_THREAD,
+    ROOT,
+    free_ports,
+    run_script,
+    shared_memory_names,
+    start_server,
+    work_agents,
+)
 
 pytestmark = pytest.mark.end_to_end
 
@@ -123,3 +133,20 @@ def test_ctrl_c_stops_a_foreground_server() -> None:
     assert process.wait(120) == 0
     assert not psutil.wait_procs(family, timeout=60)[1]
     process.stderr.close()
+
+
+def test_ctrl_c_kills_a_work_agent_that_loads_the_model() -> None:
+    (port,) = free_ports(1)
+    command = [*command_of("llm_serving", "serve"), "--model", "demo", "--port", str(port), "--set", ONE_THREAD]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while not (agents := work_agents(psutil.Process(process.pid))):
+            assert process.poll() is None
+        (agent,) = agents
+        agent.suspend()  # it cannot notice that the master exits
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(120) == 0
+            assert not agent.is_running()
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                agent.kill()

@@ -18,6 +18,7 @@ from llm_serving.engine.replicas import EngineHealth, Events, Replicas
 from llm_serving.errors import (
     NoWorkAgentsError,
     UnavailableError,
+    WorkerDiedError,
 )
 from llm_serving.executor.worker_process import RestartStatus
 from llm_serving.observability.metrics import ReplicaCounts
@@ -205,3 +206,25 @@ def test_replica_whose_worker_fails_to_end_holds_no_tenant_slots() -> None:
         replicas._serve(0)
     replicas.accounting.join(1)
     assert replicas.accounting.tenant_slots.exchange(1, {"a": SlotDemand(1, 0, 0, 1)}) == {"a": 1}
+
+
+def test_stop_cancels_the_start_of_a_work_agent_and_waits_for_its_end() -> None:
+    cancelled, failures, ended = Event(), list[Exception](), Event()
+
+    @contextmanager
+    def opened(*_: object) -> Iterator[Engine]:
+        cancelled.wait()
+        ended.set()
+        raise WorkerDiedError("killed")
+        yield
+
+    replicas = Replicas(ServingConfig(), opened, Events(*[lambda _: None] * 3, failures.append))
+    replicas.cancel_starts = cancelled.set
+
+    async def run() -> None:
+        replicas.start()
+        await replicas.stop()
+        assert ended.is_set()
+
+    asyncio.run(run())
+    assert (failures, replicas.load_failures) == ([], [])

@@ -162,6 +162,14 @@ def test_a_first_work_agent_killed_while_loading_is_replaced(pauses):
         supervise(Starts(*[WorkerDiedError("killed")] * 4), pauses, max_restarts=3)
 
 
+def test_a_cancelled_first_start_is_not_retried(pauses, caplog):
+    cancellation = StartCancellation()
+    cancellation.cancel()
+    with pytest.raises(WorkerDiedError, match="killed"):
+        SupervisedExecutor(Starts(WorkerDiedError("killed")), 1.0, 5, pauses.now, pauses, cancellation)
+    assert (pauses.waited, caplog.text) == ([], "")
+
+
 def test_a_load_error_of_the_first_work_agent_is_not_retried(pauses):
     with pytest.raises(ConfigError, match="no such model"):
         supervise(Starts(ConfigError("no such model")), pauses)

@@ -107,7 +107,7 @@ class Server:
         return (RUN_DIR / str(self.port) / "server.log").read_text()
 
     def work_agents(self) -> list[psutil.Process]:
-        return _work_agents(self.processes[0])
+        return work_agents(self.processes[0])
 
     def client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=200)
@@ -138,10 +138,10 @@ def start_server(*arguments: str, num_agents: int = 1, by_script: bool = False) 
     assert f"127.0.0.1:{port}/v1/completions" in result.stdout, "it prints a line to paste"
     record = json.loads((RUN_DIR / str(port) / "server.json").read_text())
     master = psutil.Process(record["pid"])
-    return Server(port, [master, *_work_agents(master)], by_script)
+    return Server(port, [master, *work_agents(master)], by_script)
 
 
-def _work_agents(master: psutil.Process) -> list[psutil.Process]:
+def work_agents(master: psutil.Process) -> list[psutil.Process]:
     """Return the WorkAgents among the master's children, without those that render chat templates."""
     found = []
     for child in master.children(recursive=True):

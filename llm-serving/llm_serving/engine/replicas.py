@@ -64,6 +64,8 @@ class Replicas(EngineListener):
         self.engines: dict[int, Engine] = {}
         """Index -> loaded engine. An engine that has ended stays here until its replica has loaded again."""
         self.accounting = FleetAccounting()
+        self.cancel_starts: Callable[[], None] = lambda: None
+        """Called by `stop`: cancel the start of every WorkAgent that is not ready."""
         self.drained: dict[int, threading.Event] = {}
         """Index of a drained replica -> event that the replica's thread waits for before it loads the replica again."""
         self._suspended: list[int] = []
@@ -111,11 +113,11 @@ class Replicas(EngineListener):
         self._stopping.set()
         for joined in self.drained.values():
             joined.set()
-        living = self.living()
-        for engine in living.values():
+        self.cancel_starts()
+        for engine in self.living().values():
             engine.stop()
-        for index in living:
-            await asyncio.to_thread(self._threads[index].join)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
         await asyncio.to_thread(self._transferrer.close)
 
     def living(self) -> dict[int, Engine]:
@@ -302,6 +304,8 @@ class Replicas(EngineListener):
             try:
                 self._serve(index)
             except Exception as error:  # noqa: BLE001 - the other replicas continue, and `health` shows the error
+                if self._stopping.is_set() and isinstance(error, WorkerDiedError):  # `stop` has cancelled the start
+                    return
                 self._failures[index] = str(error)
                 logger.error("WorkAgent %d cannot serve: %s", index, error)
                 if not self.engines and len(self._failures) == len(self):

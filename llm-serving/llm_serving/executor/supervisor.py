@@ -365,7 +365,7 @@ class SupervisedExecutor(RemoteExecutor):
             try:
                 agent = self._start(None, None)
             except WorkerDiedError as error:
-                if self.num_restarts >= self._max_restarts:
+                if self.num_restarts >= self._max_restarts or self._cancellation.is_cancelled:
                     raise
                 delay_s = restart_delay_s(self.num_restarts)
                 self.num_restarts += 1
