@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -107,6 +108,28 @@ def test_stream_refuses_an_invalid_event_id(event_id):
             assert (answer.status_code, error_of(answer)["type"]) == (400, "invalid_request_error")
             unknown = await client.get("/v1/streams/nobody", headers={"Last-Event-ID": event_id})
             assert unknown.status_code in (400, 404)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "position"),
+    [(BODY, "9"), (BODY, "99"), (BODY, "8+1"), (BODY | {"n": 2, "seed": 1}, "8.9"), (BODY, "99+1")],
+)
+def test_stream_refuses_a_position_beyond_its_end(body, position):
+    async def run():
+        async with server().running() as client:
+            stream_id = (await client.post(PATH, json=body)).headers["x-stream-id"]
+            event_id = f"{stream_id}:{position}"
+            for field, answer in (
+                ("Last-Event-ID", await client.get(f"/v1/streams/{stream_id}", headers={"Last-Event-ID": event_id})),
+                ("Last-Event-ID", await client.post(PATH, json=body, headers={"Last-Event-ID": event_id})),
+                ("resume_from", await client.get(f"/v1/streams/{stream_id}?resume_from={quote(position)}")),
+            ):
+                assert (answer.status_code, error_of(answer)["param"]) == (400, field)
+                rule = "must not be after the last event of the stream"
+                assert error_of(answer)["message"] == f"`{field}` {rule}. Given: '{position}'"
+                assert answer.headers["x-request-id"]
 
     asyncio.run(run())
 

@@ -132,4 +132,7 @@ class _EndpointApplication:
         response = await self.endpoint.respond(self.engine, request)
         if (quota := quota_of(request)) is not None:
             response.headers.update(quota.headers())
-        await response(scope, receive, send)
+        try:
+            await response(scope, receive, send)
+        except LLMServingError as error:  # a resumed stream failed before its status was sent
+            await self.endpoint.refuse(request, error)(scope, receive, send)

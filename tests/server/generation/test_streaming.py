@@ -71,7 +71,7 @@ def test_resumable_stream_resumes_after_each_event():
     ],
 )
 def test_event_position_is_parsed(text, position):
-    assert Position.read("f", text) == position
+    assert Position.read("f", text) == position._replace(field="f", text=text)
 
 
 @pytest.mark.parametrize("text", ["x", "1.", "-1", "1e3", "01", "9" * 12, "1+x", "+1", ".".join(["1"] * 17), "1 ", "١"])
@@ -85,5 +85,7 @@ def test_event_position_of_other_choices_is_refused():
         Position((1,)).check(2)
 
 
-def test_event_position_beyond_the_end_yields_nothing():
-    assert events_of([0], Position((99, 99), 99)) == []
+@pytest.mark.parametrize("position", [Position((3, 0)), Position((2, 1)), Position((2, 0), 2)])
+def test_event_position_after_the_last_event_is_refused(position):
+    with pytest.raises(RequestError, match="must not be after the last event"):
+        events_of([0], position)

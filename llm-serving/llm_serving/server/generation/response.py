@@ -27,7 +27,7 @@ from llm_serving.server.generation.generation import (
 )
 from llm_serving.server.generation.pipeline import StartedGeneration
 from llm_serving.server.http.request import REQUEST_KEY, HttpRequest
-from llm_serving.server.idempotency.request import END, Position
+from llm_serving.server.idempotency.request import BEGINNING, END, Position
 from llm_serving.server.parsing.errors import internal_error
 from llm_serving.server.parsing.offload import INLINE_BYTES, INLINE_TOKENS
 from llm_serving.server.request_context import source_of
@@ -91,7 +91,7 @@ class NumberedPieces:
         self._pieces = pieces
         self._prefix = f"id: {stream_id}:"
         self._num_read = list(position.num_read or (0,) * num_choices)
-        self._num_closing_read = position.num_closing
+        self._position = position
         self._num_made = [0] * num_choices
         self._num_sent = self._num_read.copy()
 
@@ -108,12 +108,15 @@ class NumberedPieces:
         return b"".join(numbered)
 
     async def finish(self) -> bytes:
+        """Return the closing events. Raise RequestError if the position is after the last event of the stream."""
         events = (await self._pieces.finish()).split(BLANK)[:-1]
         numbered = []
         for number, event in enumerate(events, start=1):
-            if number > self._num_closing_read:
+            if number > self._position.num_closing:
                 is_last = event + BLANK == DONE
                 numbered.append(self._with_id(event, f"+{END}" if is_last else f"+{number}"))
+        if not numbered or any(made < read for made, read in zip(self._num_made, self._num_read, strict=True)):
+            raise self._position.error("must not be after the last event of the stream")
         return b"".join(numbered)
 
     def _with_id(self, event: bytes, closing: str) -> bytes:
@@ -123,13 +126,15 @@ class NumberedPieces:
 
 class StreamResponse(Response):
     """Sends each output as it arrives, and closes the generation at the end or when the client disconnects. If the
-    generation fails, the status has already been sent, so the builder's `error_chunk` formats the error as last chunk.
+    generation fails after the status was sent, the builder's `error_chunk` formats the error as last chunk. The status
+    of a resumed stream is sent with the first unread event, so a position after the last event is refused with 400.
     """
 
     def __init__(self, started: StartedGeneration, builder: ResponseBuilder) -> None:
         self._generation, idempotent = started.generation, started.idempotent
         self._builder = builder
         self._chunks: ResponseBuilder | NumberedPieces = builder
+        self._is_resumed = idempotent is not None and idempotent.position != BEGINNING
         headers = STREAM_HEADERS | self._generation.headers | started.identity.headers
         if idempotent is not None:
             headers |= idempotent.headers
@@ -154,7 +159,9 @@ class StreamResponse(Response):
             await self._generation.aclose()
 
     async def _send_all(self, send: Callable[[Message], Awaitable[None]]) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        if is_started := not self._is_resumed:
+            await send(start)
         to_bytes, last = self._chunks.chunk, b""
         num_left = len(self._generation.streams)
         try:
@@ -164,9 +171,14 @@ class StreamResponse(Response):
                 if num_left == 0:
                     last = chunk  # each write wakes the client: send the last chunk together with the end
                 elif chunk:
+                    if not is_started:
+                        await send(start)
+                        is_started = True
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             last += await self._chunks.finish()
         except LLMServingError as error:
+            if not is_started:
+                raise
             last += self._builder.error_chunk(error)
         except Exception:
             logger.exception(
@@ -174,6 +186,8 @@ class StreamResponse(Response):
                 self._generation.streams[0].request_id,
             )
             last += self._builder.error_chunk(internal_error())
+        if not is_started:
+            await send(start)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -60,6 +60,8 @@ class Position(NamedTuple):
     num_closing: int = 0
     """Number of events read that follow those of all choices."""
     is_end: bool = False
+    field: str = "Last-Event-ID"
+    text: str = ""
 
     @classmethod
     def read(cls, field: str, text: str) -> Position:
@@ -68,11 +70,15 @@ class Position(NamedTuple):
             raise RequestError(field, "must be an event id of this stream, or the part of the id after the colon", text)
         counts, closing = found.groups()
         num_read = tuple(map(int, counts.split(".")))
-        return cls(num_read, 0, True) if closing == END else cls(num_read, int(closing or 0))
+        is_end = closing == END
+        return cls(num_read, 0 if is_end else int(closing or 0), is_end, field, text)
 
     def check(self, num_choices: int) -> None:
         if self.num_read and len(self.num_read) != num_choices:
-            raise RequestError("Last-Event-ID", f"must have one number for each of {num_choices} choices")
+            raise self.error(f"must have one number for each of {num_choices} choices")
+
+    def error(self, rule: str) -> RequestError:
+        return RequestError(self.field, rule, self.text)
 
 
 BEGINNING: Final = Position()
