@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Final
 
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.request_class import MAX_PRIORITY
@@ -56,17 +55,13 @@ def check_priority(priority: int) -> None:
         raise RequestError("priority", f"must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}", priority)
 
 
-NOT_WITH_BEAM_SEARCH: Final = ("stop", "logit_bias", "bad_words", "allowed_token_ids")
-"""Parameters that must be unset with beam search. `check_beam_search` and the HTTP server check them, among others."""
-
-
 def check_beam_search(limits: ModelConfig, sampling: SamplingParams) -> None:
     """Raise RequestError if beam search does not support an option of the request, or if batching is static."""
     if sampling.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs", "is not supported with use_beam_search")
     if sampling.constraint is not None:
         raise RequestError("constraint", "is not supported with use_beam_search")
-    for name in (*NOT_WITH_BEAM_SEARCH, "min_tokens"):
+    for name in ("stop", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens"):
         if getattr(sampling, name):
             raise RequestError(name, "is not supported with use_beam_search")
     if sampling.max_tokens == 0:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from llm_serving.core.sampling_params import BeamSearchParams, SamplingParams
 from llm_serving.server.generation.sampling import with_choice_seed
 from support.fakes import FakeEngine, Piece, Script, Submitted
+from support.gated_server import GatedServer
 from support.server_client import error_of, post
 
 PATH = "/v1/completions"
@@ -83,7 +86,6 @@ def test_failed_beam_search_is_an_error():
         ({"use_beam_search": True, "stream": True}, "stream", "True"),
         ({"use_beam_search": True, "temperature": 0.7}, "temperature", "0.7"),
         ({"use_beam_search": True, "frequency_penalty": 1.0}, "frequency_penalty", "1.0"),
-        ({"use_beam_search": True, "stop": "x"}, "stop", ""),
         ({"use_beam_search": True, "length_penalty": 11.0}, "length_penalty", "11.0"),
     ],
 )
@@ -94,3 +96,21 @@ def test_choices_refuse_incompatible_parameters(body, field, value):
     assert error_of(response)["param"] == field
     assert value in error_of(response)["message"]
     assert engine.submitted == []
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_beam_search_refuses_parameters_that_it_would_ignore(path):
+    fields = {"stop": "x", "logit_bias": {"7": 1}, "bad_words": ["x"], "allowed_token_ids": [7], "min_tokens": 1}
+    prompt = {"prompt": "a"} if path == PATH else {"messages": [{"role": "user", "content": "a"}]}
+
+    async def run():
+        server = GatedServer()
+        async with server.running() as client:
+            for name, value in fields.items():
+                body = prompt | {"use_beam_search": True, "temperature": 0, "max_tokens": 2, name: value}
+                refused = await client.post(path, json=body)
+                assert refused.status_code == 400
+                assert error_of(refused)["message"] == f"`{name}` is not supported with use_beam_search"
+            assert server.num_computed == 0
+
+    asyncio.run(run())

@@ -165,11 +165,6 @@ class TestConstraints:
         assert response.status_code == 400
         assert error_of(response)["param"].startswith(field)
 
-    @pytest.mark.parametrize("field", [{"bad_words": ["x"]}, {"allowed_token_ids": [7]}])
-    def test_beam_search_refuses_bad_words_and_allowed_token_ids(self, field):
-        body = {"prompt": "x", "use_beam_search": True, "best_of": 2, "n": 1, "temperature": 0, **field}
-        assert error_of(post(FakeEngine(), COMPLETIONS, body))["param"] in field
-
 
 class TestDefaultsOfTheModel:
     def sampling(self, path, body, **defaults):

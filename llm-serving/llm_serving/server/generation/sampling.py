@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from llm_serving.admission.validation import NOT_WITH_BEAM_SEARCH
 from llm_serving.core.request_output import RequestOutput, join_pieces
 from llm_serving.core.sampling_params import (
     DEFAULTS,
@@ -64,7 +63,7 @@ SAME_NAMES: Final = {name: name for name in RULES}
 _BAD_WORDS: Final = Texts(MAX_BAD_WORDS // 2, MAX_STOP_STRING_CHARS)
 _NEUTRAL: Final = {
     "temperature": 0.0,
-    **{name: DEFAULTS[name] for name in ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")},
+    **{name: DEFAULTS[name] for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")},
 }
 """Field -> its only value, besides null, that beam search allows, because it ranks by unmodified logprobs."""
 
@@ -126,9 +125,6 @@ def _beam_search(request: GenerationRequest, n: int, width: int) -> BeamSearchPa
         value = getattr(request, name)
         if value not in (None, neutral):
             raise RequestError(name, f"must be {neutral:g} with use_beam_search", value)
-    for name in NOT_WITH_BEAM_SEARCH:
-        if getattr(request, name):
-            raise RequestError(name, "is not supported with use_beam_search")
     return BeamSearchParams(
         width=width,
         num_returned=n,
