@@ -162,10 +162,8 @@ async def encode_chat(
     if not sentinel:
         return await pipeline.encode_text(engine, text, "messages", adds_special)
     pipeline.check_length(engine, text.replace(sentinel, ""), "messages")
-    try:
-        return await asyncio.to_thread(engine.tokenizer.typed_text.encode, text, sentinel, adds_special)
-    except RequestError as error:
-        raise error.renamed("messages") from None
+    encode = engine.tokenizer.typed_text.encode
+    return await pipeline.tokenized(True, lambda: encode(text, sentinel, adds_special), "messages")
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:

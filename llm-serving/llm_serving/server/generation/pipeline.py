@@ -6,11 +6,10 @@ admission pre-check -> tokenize (encode) -> compile the grammar -> submit to the
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Final, NamedTuple, cast
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 from msgspec import structs
 from starlette.requests import Request
@@ -38,6 +37,7 @@ BYTES_PER_CHAR: Final = 4
 MAX_SPECIAL_TOKENS: Final = 4
 _RETRY_HEADERS: Final = frozenset((KEY_HEADER.encode(), EVENT_HEADER.encode()))
 
+T = TypeVar("T")
 PromptField = str | list[str | int | list[int]]
 Prompt = str | list[int]
 
@@ -220,12 +220,15 @@ async def encode_prompts(
         if isinstance(prompt, str):
             check_length(engine, prompt, field)
             cost += len(prompt) + CALL_CHARS
+    return await tokenized(cost > INLINE_CHARS, lambda: _encode_all(engine, prompts, add_special_tokens), field)
+
+
+async def tokenized(is_long: bool, work: Callable[[], T], field: str) -> T:
+    """Return the result of `work`, which calls the tokenizer. Errors about `prompt` name `field` instead."""
     try:
-        if cost > INLINE_CHARS:
-            return await asyncio.to_thread(_encode_all, engine, prompts, add_special_tokens)
-        return _encode_all(engine, prompts, add_special_tokens)
+        return await off_loop(is_long, work)
     except RequestError as error:
-        raise error.renamed(field) from None
+        raise error.renamed_by({"prompt": field}) from None
 
 
 def _encode_all(engine: AsyncEngine, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int]]:

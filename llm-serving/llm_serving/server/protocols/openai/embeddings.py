@@ -180,10 +180,8 @@ async def _encode(engine: AsyncEngine, inputs: Sequence[TextInput], add_special_
             prompts.append(ids)
         return prompts
 
-    try:
-        return await off_loop(cost > pipeline.INLINE_CHARS or len(inputs) > INLINE_ITEMS, encode)
-    except RequestError as error:
-        raise error.renamed_by({"prompt": inputs[-1].field.partition("[")[0]}) from None
+    is_long = cost > pipeline.INLINE_CHARS or len(inputs) > INLINE_ITEMS
+    return await pipeline.tokenized(is_long, encode, inputs[-1].field.partition("[")[0])
 
 
 def _ending(ids: list[int], of_text: list[int]) -> list[int]:
