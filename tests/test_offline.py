@@ -181,6 +181,8 @@ def test_requests_that_can_never_be_served_are_refused(model: LLM) -> None:
         model.embed("Add 1 and 2.")
     with pytest.raises(RequestError, match="at least one token"):
         model.generate([[]], GREEDY)
+    with pytest.raises(RequestError, match="`priority` must be an integer from -1000000 to 1000000"):
+        model.generate(["Add 1 and 2."], GREEDY, priorities=[1_000_001])
 
 
 def test_a_stream_loses_no_pieces_while_other_requests_run(model: LLM) -> None:

@@ -6,7 +6,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llm_serving.admission.validation import check_beam_search, check_request, end_token_ids, stop_token_ids
+from llm_serving.admission.validation import (
+    check_beam_search,
+    check_priority,
+    check_request,
+    end_token_ids,
+    stop_token_ids,
+)
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_output import RequestOutput, join_pieces
@@ -194,7 +200,8 @@ class LLM:
             raise RequestError("adapter", "must be the name of a loaded adapter", adapter)
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         num_ids, blocks = self.model_spec.network.num_input_ids, self.engine.scheduler.blocks
-        check_request(token_ids, sampling, priority, num_ids, self.config.model, blocks, self.end_token_ids)
+        check_priority(priority)
+        check_request(token_ids, sampling, num_ids, self.config.model, blocks, self.end_token_ids)
         return Request(
             request_id=f"offline-{next(self._counter)}",
             prompt_token_ids=token_ids,

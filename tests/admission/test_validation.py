@@ -5,7 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from llm_serving.admission.validation import check_beam_search, check_request, end_token_ids, stop_token_ids
+from llm_serving.admission.validation import (
+    check_beam_search,
+    check_priority,
+    check_request,
+    end_token_ids,
+    stop_token_ids,
+)
 from llm_serving.config.sections.model import ModelConfig
 from llm_serving.core.request_class import MAX_PRIORITY
 from llm_serving.core.sampling_params import SamplingParams
@@ -17,11 +23,11 @@ END_IDS = frozenset({2})
 LIMITS = ModelConfig(max_generate_length=40, seq_length=(8, 20))
 
 
-def check(num_prompt=4, *, priority=0, num_blocks=16, prompt=None, **sampling):
+def check(num_prompt=4, *, num_blocks=16, prompt=None, **sampling):
     """16 blocks of 4 slots hold more than the longest request."""
     prompt = [1] * num_prompt if prompt is None else prompt
     params = SamplingParams(**{"max_tokens": 4, **sampling})
-    check_request(prompt, params, priority, VOCAB_SIZE, LIMITS, BlockManager(num_blocks, 4), END_IDS)
+    check_request(prompt, params, VOCAB_SIZE, LIMITS, BlockManager(num_blocks, 4), END_IDS)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +37,6 @@ def check(num_prompt=4, *, priority=0, num_blocks=16, prompt=None, **sampling):
         {"num_prompt": 1, "max_tokens": 39},
         {"num_prompt": 20, "max_tokens": 20},
         {"num_prompt": 20, "max_tokens": 20, "num_blocks": 10},
-        {"priority": MAX_PRIORITY},
-        {"priority": -MAX_PRIORITY},
         {"prompt": [0, VOCAB_SIZE - 1]},
         {"stop_token_ids": (0, VOCAB_SIZE - 1)},
         {"logit_bias": ((VOCAB_SIZE - 1, 1.0),)},
@@ -59,16 +63,6 @@ def test_validation_accepts_requests_at_the_limits(fields):
             {"num_prompt": 20, "max_tokens": 17, "num_blocks": 9},
             ContextLengthError,
             "`max_tokens` with the prompt of 20 tokens must fit the cache of 36 tokens. Given: 17",
-        ),
-        (
-            {"priority": MAX_PRIORITY + 1},
-            RequestError,
-            "`priority` must be an integer from -1000000 to 1000000. Given: 1000001",
-        ),
-        (
-            {"priority": -MAX_PRIORITY - 1},
-            RequestError,
-            "`priority` must be an integer from -1000000 to 1000000. Given: -1000001",
         ),
         ({"prompt": [1, 50]}, RequestError, "`prompt` must hold token ids from 0 to 49. Given: 50"),
         ({"prompt": [-1]}, RequestError, "`prompt` must hold token ids from 0 to 49. Given: -1"),
@@ -135,6 +129,14 @@ def test_beam_search_refuses_parameters_that_it_would_ignore(fields):
     check_beam_search(LIMITS, SamplingParams())
     with pytest.raises(RequestError, match=f"`{next(iter(fields))}` is not supported with use_beam_search"):
         check_beam_search(LIMITS, SamplingParams(**fields))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_priority_beyond_its_limit_is_refused(sign):
+    check_priority(sign * MAX_PRIORITY)
+    with pytest.raises(RequestError) as caught:
+        check_priority(sign * (MAX_PRIORITY + 1))
+    assert str(caught.value) == f"`priority` must be an integer from -1000000 to 1000000. Given: {sign * 1000001}"
 
 
 def test_end_token_ids_come_from_yaml_model_and_tokenizer():

@@ -17,7 +17,6 @@ from llm_serving.text.tokenizer.tokenizer import Tokenizer
 def check_request(
     prompt_token_ids: list[int],
     sampling: SamplingParams,
-    priority: int,
     vocab_size: int,
     limits: ModelConfig,
     blocks: BlockManager,
@@ -36,7 +35,6 @@ def check_request(
     if total > blocks.max_request_tokens:
         rule = f"with the prompt of {num_prompt} tokens must fit the cache of {blocks.max_request_tokens} tokens"
         raise ContextLengthError("max_tokens", rule, sampling.max_tokens)
-    check_priority(priority)
     check_token_ids("prompt", prompt_token_ids, vocab_size)
     if sampling.stop_token_ids:
         check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)

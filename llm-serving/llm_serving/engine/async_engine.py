@@ -242,9 +242,9 @@ class AsyncEngine:
         return stream
 
     def _check_request(self, prompt_token_ids: list[int], sampling: SamplingParams, caller: Caller) -> None:
-        blocks, num_ids, priority = self._router.smallest_cache(), self._num_input_ids, caller.priority
+        blocks, num_ids = self._router.smallest_cache(), self._num_input_ids
         try:
-            check_request(prompt_token_ids, sampling, priority, num_ids, self.config.model, blocks, self.end_token_ids)
+            check_request(prompt_token_ids, sampling, num_ids, self.config.model, blocks, self.end_token_ids)
         except ContextLengthError:
             self.metrics.classes.refused(class_of(caller.priority, self.config.request_classes), "never_fits")
             raise

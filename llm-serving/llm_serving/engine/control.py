@@ -10,7 +10,6 @@ from typing import Final, TypeVar
 
 from msgspec import Struct
 
-from llm_serving.admission.validation import check_priority
 from llm_serving.config.schema import ServingConfig
 from llm_serving.core.request import Request
 from llm_serving.core.request_class import RequestClass, class_of
@@ -206,7 +205,6 @@ class Control:
 
     async def set_priority(self, request_id: str, priority: int, tenant: str | None = None) -> dict[str, bool]:
         """Set the priority of all requests with this id. Return {request id in the engine: whether this worked}."""
-        check_priority(priority)
         done: dict[str, bool] = {}
         found = self._lookup.find(request_id, tenant)
         while found:
