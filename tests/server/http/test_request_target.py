@@ -52,6 +52,15 @@ def test_request_needs_exactly_one_host(hosts):
     assert b"connection: close" in written
 
 
+def test_request_has_at_most_one_origin():
+    """The checks of browsers' requests read only one."""
+    origins = b"Origin: http://a", b"origin: http://b"
+    status, written, asked = answered(b"GET / HTTP/1.1", HOST[:-2], *origins)
+    assert (status, asked) == (400, [])
+    assert b"`Origin` must be given at most once" in written
+    assert answered(b"GET / HTTP/1.1", HOST[:-2], origins[0])[0] == 200
+
+
 @pytest.mark.parametrize("host", [b"", b"a", b"a.b-c_d", b"a:80", b"a:", b"127.0.0.1:8835", b"[::1]", b"[fe80::1]:80"])
 def test_valid_host_headers(host):
     status, _, asked = answered(b"GET / HTTP/1.1", b"Host:" + host)

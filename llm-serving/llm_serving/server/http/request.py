@@ -65,6 +65,7 @@ NOT_HTTP: Final = Refusal(HTTPStatus.BAD_REQUEST, "this is not a request of HTTP
 BAD_HOST: Final = Refusal(
     HTTPStatus.BAD_REQUEST, "`Host` must be given once, as a name or an address, with a port or without"
 )
+BAD_ORIGIN: Final = Refusal(HTTPStatus.BAD_REQUEST, "`Origin` must be given at most once")
 BAD_URL: Final = Refusal(HTTPStatus.BAD_REQUEST, "the URL must be a path, or begin with http:// or https://")
 BAD_LENGTH: Final = Refusal(HTTPStatus.BAD_REQUEST, "`Content-Length` must have at most 20 digits")
 BAD_EXPECT: Final = Refusal(HTTPStatus.EXPECTATION_FAILED, "`Expect` must be 100-continue")
@@ -133,10 +134,12 @@ def parse_head(data: bytes) -> RequestHead:
         raise RefusedError(NOT_HTTP)
     is_http_1_0 = parser.get_http_version() == "1.0"
     length: int | None = 0
-    expects_continue, hosts = False, []
+    expects_continue, hosts, num_origins = False, [], 0
     for name, value in fields.headers:
         if name == b"host":
             hosts.append(value)
+        elif name == b"origin":
+            num_origins += 1
         elif name == b"content-length":
             if len(value) > LENGTH_DIGITS:
                 raise RefusedError(BAD_LENGTH)
@@ -155,6 +158,8 @@ def parse_head(data: bytes) -> RequestHead:
         raise RefusedError(NOT_HTTP)
     if len(hosts) != 1 and not (is_http_1_0 and not hosts):
         raise RefusedError(BAD_HOST)
+    if num_origins > 1:
+        raise RefusedError(BAD_ORIGIN)
     url, headers = fields.url, fields.headers
     if (absolute := _ABSOLUTE.match(url)) is not None:  # its host replaces `Host` (RFC 9112, 3.2.2)
         path, hosts = url[absolute.end() :], [absolute[1]]
