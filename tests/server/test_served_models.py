@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -260,6 +261,35 @@ def test_names_of_models_and_adapters_differ_also_while_a_model_is_loaded() -> N
         assert [model.name for model in models] == ["one", "two", "three"]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("second", ["one", "two"])
+def test_of_concurrent_loads_of_an_adapter_only_one_succeeds(second: str, tmp_path: Path) -> None:
+    (tmp_path / "sql").mkdir()
+    both_read = Barrier(2, timeout=30)
+
+    def read(name: str, folder: Path) -> Adapter:
+        both_read.wait()
+        return Adapter(name, folder, "1" * 64)
+
+    engines = loadable("one"), loadable("two")
+    for each in engines:
+        each.config = replace(each.config, lora=LoraConfig(lora_folder=tmp_path))
+        each.adapters.config, each.adapters.read = each.config.lora, read
+
+    async def use(client: httpx.AsyncClient) -> None:
+        def load(model: str) -> Awaitable[httpx.Response]:
+            url = f"/v1/load_lora_adapter?model={model}"
+            return client.post(url, json={"lora_name": "sql", "lora_path": "sql"})
+
+        answers = await asyncio.gather(load("one"), load(second))
+        assert sorted(answer.status_code for answer in answers) == [200, 400]
+        later = await asyncio.gather(load("one"), load(second))
+        refused = max(answers, key=lambda answer: answer.status_code).json()["error"]
+        assert refused["param"] == "lora_name"
+        assert refused in [answer.json()["error"] for answer in later]
+
+    serve(use, *engines)
 
 
 def test_a_replaced_model_keeps_its_adapters_and_cannot_pause_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,14 +86,14 @@ async def load_adapter(engine: AsyncEngine, http_request: Request) -> Response:
         MODEL_NAME.parse(body.lora_name)
     except ValueError:
         raise RequestError("lora_name", MODEL_NAME.text, body.lora_name) from None
-    model = engine.config.model
-    if body.lora_name in (model.model_name, *model.model_aliases, *engine.adapters.by_name):
-        raise RequestError("lora_name", "must not be the name of the model or of a loaded adapter", body.lora_name)
-    models: ServedModels | None = http_request.app.models
-    if models is not None:
-        models.check_names("lora_name", [body.lora_name], model.model_name)
+    model, models = engine.config.model, http_request.app.models
     try:
         adapter = await asyncio.to_thread(engine.adapters.read, body.lora_name, folder)
+        # Check the name after the read, during which another request may have loaded the same name.
+        if body.lora_name in (model.model_name, *model.model_aliases, *engine.adapters.by_name):
+            raise RequestError("lora_name", "must not be the name of the model or of a loaded adapter", body.lora_name)
+        if models is not None:
+            models.check_names("lora_name", [body.lora_name], model.model_name)
         engine.control.add_adapter(engine.adapters, adapter)
     except ModelError as error:
         raise RequestError("lora_path", f"must be an adapter that the model can use: {error}") from None
