@@ -22,13 +22,15 @@ CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 MAX_CONFIG_BYTES: Final = 2**20
 MAX_RANK: Final = 256
-ALL_LINEAR: Final = "all-linear"
+MAX_PATTERNS: Final = 4096
 
 _LARGEST_ALPHA: Final = 1e30
 _ALPHA_RANGE: Final = f" from {-_LARGEST_ALPHA:g} to {_LARGEST_ALPHA:g}"
 _ALPHA_RULE: Final = "must be a number" + _ALPHA_RANGE
-_PATTERN_ERRORS: Final = (re.error, OverflowError, RecursionError)
-"""Errors of `re.compile` for a pattern that is invalid, has too large a number or is nested too deeply."""
+_PATTERN: Final = re.compile(r"(\^?)([\w-]+(?:\\?\.[\w-]+)*)(\.\*)?\$?", re.ASCII)
+"""Keys of `rank_pattern` and `alpha_pattern` that can be compared as text. Matching any regular expression could take
+for ever, and `re` holds the GIL meanwhile.
+"""
 _PREFIX: Final = "base_model.model."
 _TENSOR: Final = re.compile(r"(.+)\.lora_([AB])(\.default)?\.weight")
 _NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {}, "none")
@@ -50,16 +52,20 @@ _REFUSED: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Fields of adapter_config.json that this server uses. `targets` are module names or a regular expression."""
+    """Fields of adapter_config.json that this server uses.
+
+    A key of a pattern is a part of the text `^.MODULE$` of each module that it matches: the key `q_proj` of the file is
+    here `.q_proj$`, and `^model.layers.1.*` is `^.model.layers.1`.
+    """
 
     path: Path
     rank: int
     alpha: float
     use_rslora: bool
-    targets: tuple[str, ...] | str
+    targets: tuple[str, ...]
+    """Module names. Empty if the file selects modules in another way, such as by a regular expression."""
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
-    is_partial: bool
 
     @property
     def max_rank(self) -> int:
@@ -74,8 +80,6 @@ class AdapterConfig:
         return _of_pattern(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_module(self, module: str) -> bool:
-        if isinstance(self.targets, str):
-            return self.targets == ALL_LINEAR or re.fullmatch(self.targets, module) is not None
         return any(module == each or module.endswith(f".{each}") for each in self.targets)
 
 
@@ -162,33 +166,38 @@ def read_config(folder: Path) -> AdapterConfig:
     if not _is_number(alpha):
         raise fail("lora_alpha", _ALPHA_RULE)
     targets = fields.get("target_modules")
-    if isinstance(targets, str):
-        if targets != ALL_LINEAR:
-            try:
-                re.compile(targets)
-            except _PATTERN_ERRORS as error:
-                raise fail("target_modules", f"must be a regular expression ({error}), or a list of names") from None
-    elif isinstance(targets, list) and targets and all(isinstance(each, str) for each in targets):
+    if isinstance(targets, list) and targets and all(isinstance(each, str) for each in targets):
         targets = tuple(targets)
-    else:
-        raise fail("target_modules", f"must be a list of names, a regular expression or {ALL_LINEAR}")
-    patterns = {}
+    elif not isinstance(targets, str):
+        raise fail("target_modules", "must be a list of names, a regular expression or all-linear")
+    is_partial = any(fields.get(each) not in _NOTHING for each in ("layers_to_transform", "exclude_modules"))
+    patterns: dict[str, dict[str, Any]] = {}
     for field, is_valid in (("rank_pattern", _is_rank), ("alpha_pattern", _is_number)):
-        patterns[field] = fields.get(field) or {}
-        if not isinstance(patterns[field], dict) or not all(map(is_valid, patterns[field].values())):
+        given = fields.get(field) or {}
+        if not isinstance(given, dict) or not all(map(is_valid, given.values())):
             rule = f"integers from 1 to {MAX_RANK}" if field == "rank_pattern" else "numbers" + _ALPHA_RANGE
             raise fail(field, f"must map names of modules to {rule}")
-        for pattern in patterns[field]:
-            try:
-                re.compile(_at_end(pattern))
-            except _PATTERN_ERRORS as error:
-                raise fail(field, f"must have only keys that are regular expressions ({error})") from None
-    partial = any(fields.get(each) not in _NOTHING for each in ("layers_to_transform", "exclude_modules"))
+        if len(given) > MAX_PATTERNS:
+            raise fail(field, f"must have at most {MAX_PATTERNS} keys")
+        patterns[field] = {}
+        for key, value in given.items():
+            if (match := _PATTERN.fullmatch(key)) is None:
+                rule = "such as q_proj or layers.0.self_attn.q_proj, which may begin with ^ and end with $ or .*"
+                raise fail(field, f"must have names of modules as keys, {rule}, but not {shorten(key)}")
+            start, name, has_any_end = match.groups()
+            text = f"{start}.{name}{'' if has_any_end else '$'}".replace("\\", "")
+            patterns[field].setdefault(text, value)
     rslora = fields.get("use_rslora", False)
     if not isinstance(rslora, bool):
         raise fail("use_rslora", "must be true or false")
     return AdapterConfig(
-        path, rank, float(alpha), rslora, targets, patterns["rank_pattern"], patterns["alpha_pattern"], partial
+        path,
+        rank,
+        float(alpha),
+        rslora,
+        () if isinstance(targets, str) or is_partial else targets,
+        patterns["rank_pattern"],
+        patterns["alpha_pattern"],
     )
 
 
@@ -211,15 +220,9 @@ def number_of(fingerprint: str) -> int:
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of a module name, as in PEFT, or `default`."""
-    for pattern, value in patterns.items():
-        if re.match(_at_end(pattern), module):
-            return float(value)
-    return default
-
-
-def _at_end(pattern: str) -> str:
-    return rf"(.*\.)?({pattern})$"
+    """Return the value of the first pattern that matches a module name, or `default`."""
+    text = f"^.{module}$"
+    return float(next((value for pattern, value in patterns.items() if pattern in text), default))
 
 
 def _is_rank(value: Any) -> bool:

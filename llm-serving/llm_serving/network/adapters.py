@@ -212,8 +212,6 @@ def check_adapter(
             if shape[axis] != wanted:
                 rule = f"must have {wanted} {'rows' if axis == 0 else 'columns'}, as in the model"
                 raise ModelError(f"{path}: {module}.lora_{part}.weight {rule}. Found: shape {list(shape)}")
-    if isinstance(config.targets, str) or config.is_partial:
-        return
     for module in slots:
         if config.targets_module(module) and module not in adapter.modules:
             raise ModelError(
