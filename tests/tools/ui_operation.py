@@ -117,7 +117,7 @@ def advice_comes_from_recorded_requests(page: Browser, save: Callable[[str], Non
         for thread in threads:
             thread.join()
         start(page, server.url, "live")
-        page.wait_for("document.querySelector('#advice')")
+        page.wait_for("document.querySelector('.panels > .panels').childElementCount")  # these move the button down
         page.click("#advice")
         page.wait_for("document.querySelector('#advice').disabled")
         assert "The server serves requests meanwhile." in page.text(".more[role=status]")
