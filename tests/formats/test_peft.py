@@ -31,6 +31,8 @@ KEYS = (
     "layers.1.*$",
     "^layers.1.*",
     "self_.*",
+    ".*q_proj",
+    ".*self_attn.*",
 )
 MODULES = (*(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1, 10)), "model.layers.1.mlp", "q_proj", "xq_proj")
 

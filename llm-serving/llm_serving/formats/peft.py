@@ -27,7 +27,7 @@ MAX_PATTERNS: Final = 4096
 _LARGEST_ALPHA: Final = 1e30
 _ALPHA_RANGE: Final = f" from {-_LARGEST_ALPHA:g} to {_LARGEST_ALPHA:g}"
 _ALPHA_RULE: Final = "must be a number" + _ALPHA_RANGE
-_PATTERN: Final = re.compile(r"(\^?)([\w-]+(?:\\?\.[\w-]+)*)(\.\*)?\$?", re.ASCII)
+_PATTERN: Final = re.compile(r"(\^|\.\*)?([\w-]+(?:\\?\.[\w-]+)*)(\.\*)?\$?", re.ASCII)
 """Keys of `rank_pattern` and `alpha_pattern` that can be compared as text. Matching any regular expression could take
 for ever, and `re` holds the GIL meanwhile.
 """
@@ -182,10 +182,11 @@ def read_config(folder: Path) -> AdapterConfig:
         patterns[field] = {}
         for key, value in given.items():
             if (match := _PATTERN.fullmatch(key)) is None:
-                rule = "such as q_proj or layers.0.self_attn.q_proj, which may begin with ^ and end with $ or .*"
+                rule = "such as q_proj or layers.0.self_attn.q_proj, which may begin with ^ or .* and end with $ or .*"
                 raise fail(field, f"must have names of modules as keys, {rule}, but not {shorten(key)}")
             start, name, has_any_end = match.groups()
-            text = f"{start}.{name}{'' if has_any_end else '$'}".replace("\\", "")
+            before = {"^": "^.", ".*": ""}.get(start, ".")
+            text = f"{before}{name}{'' if has_any_end else '$'}".replace("\\", "")
             patterns[field].setdefault(text, value)
     rslora = fields.get("use_rslora", False)
     if not isinstance(rslora, bool):
