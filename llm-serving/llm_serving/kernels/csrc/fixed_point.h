@@ -182,6 +182,7 @@ inline bool weight_to_fixed_point(void* packed, size_t n, size_t k, float* unit,
 // Activations as multiples: a block of every row, then the next block of every row.
 struct FixedActivations {
   using Packed = BFloat16;
+  using Multiplied = BFloat16;
 
   const Fixed16* data;
   const float* unit;  // [blocks][rows], times 2^-14: for products with weights whose unit is the power of two alone

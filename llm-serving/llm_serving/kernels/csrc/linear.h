@@ -88,7 +88,8 @@ struct ActivationForm {
 
 template <class Element>
 struct Activations : ActivationForm<Element> {
-  using Packed = Element;
+  using Packed = Element;      // the type of panels in memory
+  using Multiplied = Element;  // the type as which they are multiplied, which decides the size of units
 
   const ActivationOf<Element>* data;
 
@@ -354,8 +355,8 @@ void linear_unit(const LinearArgs& args, const Prepared& x, const Units& units, 
 
 template <class Element, class Result, class Prepared>
 void linear_into(const LinearArgs& args, const Prepared& x) {
-  using Packed = typename Prepared::Packed;
-  const Units units(args, unit_panels<Packed>(args.m), kMaxRows<Packed>);
+  using Multiplied = typename Prepared::Multiplied;
+  const Units units(args, unit_panels<Multiplied>(args.m), kMaxRows<Multiplied>);
   auto body = [&](size_t i) { linear_unit<Element, Result>(args, x, units, i); };
   parallel_for(units.count(), body);
 }

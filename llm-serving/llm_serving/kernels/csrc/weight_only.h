@@ -29,6 +29,7 @@ constexpr size_t weight_only_inputs(size_t rows) { return rows > (kTilePanels - 
 template <class Element>
 struct WideRows : Activations<Element> {
   using Packed = WideCode;
+  using Multiplied = WideCode;
 };
 
 // Panels are whole in memory, with inputs padded to blocks of any type.

@@ -213,11 +213,13 @@ void sum_products(const LinearArgs& args, const RowsOfElements<Element>& x, size
 #endif
   const size_t bytes = kTilePanels * kDequantizedInputs * kPanelWidth * sizeof(Element);
   auto* memory = static_cast<Element*>(scratch(Scratch::kPanel, bytes));
-  for (size_t first = 0; first < panels.count; first += kTilePanels) {
-    const size_t count = panels.count - first < kTilePanels ? panels.count - first : kTilePanels;
-    for (size_t k = 0; k < x.inputs;) {
-      const size_t to_pass = (k / x.pass + 1) * x.pass, to_end = k + kDequantizedInputs;
-      const size_t limit = to_pass < to_end ? to_pass : to_end, end = limit < x.inputs ? limit : x.inputs;
+  const bool stays = rows * x.inputs * sizeof(*x.data) <= kCachedRowBytes;
+  // All panels of the unit use the inputs of a pass, which stay in the second-level cache, before the next pass.
+  for (size_t k = 0; k < x.inputs;) {
+    const size_t to_pass = (k / x.pass + 1) * x.pass, to_end = k + kDequantizedInputs;
+    const size_t limit = to_pass < to_end ? to_pass : to_end, end = limit < x.inputs ? limit : x.inputs;
+    for (size_t first = 0; first < panels.count; first += kTilePanels) {
+      const size_t count = panels.count - first < kTilePanels ? panels.count - first : kTilePanels;
       const Element* now[kTilePanels];
       for (size_t p = 0; p < count; p++) {
         Element* target = memory + p * kDequantizedInputs * kPanelWidth;
@@ -231,9 +233,12 @@ void sum_products(const LinearArgs& args, const RowsOfElements<Element>& x, size
       product.a_stride = x.layout.width;
       product.a_tile = x.layout.tile;
       product.add_to_c = k > 0;
+      // Each product prefetches its share of the rows of the next pass.
+      const size_t share = first * rows * (end - k) / panels.count;
+      if (!stays) product.a_next = x.at(row, end < x.inputs ? end : 0) + share;
       multiply(product);
-      k = end;
     }
+    k = end;
   }
 }
 
