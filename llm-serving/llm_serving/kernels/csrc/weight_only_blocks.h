@@ -1,8 +1,7 @@
 // Products of weights in blocks (packed_blocks.h) and rows in the model dtype.
 //
-// weights  scale * (qvalue - zero) - minimum, rounded to float32, then to the model dtype. The product is exact in
-// float32
-//          if there is a minimum, so a fused multiply-add gives the same bits as two operations.
+// weights  scale * (qvalue - zero) - minimum, rounded to float32, then to the model dtype. With a minimum, the product
+//          is exact in float32, so a fused multiply-add gives the same bits as two operations.
 // results  those of a weight of such elements (tile.h): the same products, added in the same order
 //
 // With one or two rows, products of bfloat16 dequantize panels in registers. Otherwise, a few panels and inputs at a

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 from msgspec import structs
@@ -220,7 +221,7 @@ async def encode_prompts(
         if isinstance(prompt, str):
             check_length(engine, prompt, field)
             cost += len(prompt) + CALL_CHARS
-    return await tokenized(cost > INLINE_CHARS, lambda: _encode_all(engine, prompts, add_special_tokens), field)
+    return await tokenized(cost > INLINE_CHARS, partial(_encode_all, engine, prompts, add_special_tokens), field)
 
 
 async def tokenized(is_long: bool, work: Callable[[], T], field: str) -> T:
