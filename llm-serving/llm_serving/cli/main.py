@@ -152,7 +152,7 @@ class _CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            flag = next((each.partition("=")[0] for each in unknown if each.startswith("-")), None)
+            flag = next((each.partition("=")[0] for each in unknown if each.startswith("-") and each != "--"), None)
             hint = "" if flag is None else f"; {nearest(flag, list(self._option_string_actions))}"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
