@@ -134,5 +134,7 @@ class _EndpointApplication:
             response.headers.update(quota.headers())
         try:
             await response(scope, receive, send)
-        except LLMServingError as error:  # a resumed stream failed before its status was sent
+        except LLMServingError as error:  # a resumed stream fails before its status is sent
+            if (sent := scope.get(REQUEST_KEY)) is not None and sent.is_started:
+                raise
             await self.endpoint.refuse(request, error)(scope, receive, send)
