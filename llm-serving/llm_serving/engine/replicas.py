@@ -158,8 +158,14 @@ class Replicas(EngineListener):
             others = [engine for engine in others if engine.restarting is None]
         if not others:
             raise RequestError("replica", "must not be the only replica that serves", index)
-        self.drained[index] = threading.Event()
+        self._drain(index)
         self._changed()
+
+    def _drain(self, index: int) -> None:
+        """Drain a replica. Its thread does not wait if `stop` has begun, because `stop` waits for the thread."""
+        self.drained[index] = joined = threading.Event()
+        if self._stopping.is_set():
+            joined.set()
 
     def is_drained(self, index: int) -> bool:
         return index in self.drained
@@ -172,7 +178,7 @@ class Replicas(EngineListener):
     def suspend(self) -> None:
         for index in range(len(self)):
             if index not in self.drained:
-                self.drained[index] = threading.Event()
+                self._drain(index)
                 self._suspended.append(index)
             self.leave(index)
         self._changed()
