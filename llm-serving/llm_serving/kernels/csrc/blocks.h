@@ -42,8 +42,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
     a[r] = x.at(row + r, 0);
     total[r] = zeros();
   }
-  // The lines of a chunk that each of its blocks prefetches, rounded up.
-  const size_t block_lines = (layout.chunk_bytes / kLineBytes + kChunkBlocks - 1) / kChunkBlocks;
+  const size_t block_lines = layout.lines_of_block();
   for (size_t index = 0; index * kChunkInputs < k; index++) {
     const BlockChunk chunk(layout, panel, k, index);
     const GroupReader reader(form, layout, chunk);
@@ -189,9 +188,7 @@ inline void sum_products(const LinearArgs& args, const QuantizedBlocks& x, size_
     __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
     return;
   }
-  auto form_of = [&](size_t p) -> const BlockForm& {
-    return args.qvalues->segment_of(args.qvalues->first_panel + panels.index[p]).form;
-  };
+  auto form_of = [&](size_t p) -> const BlockForm& { return block_form(args, panels.index[p]); };
   const bool is_wide = args.m > kTileRows;  // then a row may have several passes
   for (size_t p = 0; p < panels.count;) {
     const BlockForm& form = form_of(p);

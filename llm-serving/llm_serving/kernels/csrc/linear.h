@@ -89,7 +89,7 @@ struct ActivationForm {
 template <class Element>
 struct Activations : ActivationForm<Element> {
   using Packed = Element;      // the type of panels in memory
-  using Multiplied = Element;  // the type to which they are converted; it decides the size of units
+  using Multiplied = Element;  // the type in which panels are multiplied; it decides the size of units
 
   const ActivationOf<Element>* data;
 

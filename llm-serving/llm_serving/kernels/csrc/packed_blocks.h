@@ -57,6 +57,9 @@ struct BlockLayout {
     return TiledLayout::padded(blocks * (plane_bytes + block_groups * record_bytes) + unit_bytes, kLineBytes);
   }
 
+  // The lines of a chunk that each of its blocks prefetches, rounded up.
+  LLM_INLINE size_t lines_of_block() const { return (chunk_bytes / kLineBytes + kChunkBlocks - 1) / kChunkBlocks; }
+
   LLM_INLINE size_t panel_bytes(size_t k) const {
     const size_t blocks = (k + kBlockInputs - 1) / kBlockInputs, rest = blocks % kChunkBlocks;
     return blocks / kChunkBlocks * chunk_bytes + (rest > 0 ? bytes_of(rest) : 0);

@@ -45,7 +45,7 @@ struct PairProduct {
 };
 
 constexpr size_t kPairSteps = kStep<BFloat16>;
-// Each row and panel has three sums.
+// Most rows: three sums for each row and panel must fit the registers.
 constexpr size_t kPairRows = 2;
 #elif defined(__AVX512BF16__)
 #define LLM_PAIR_PRODUCTS

@@ -96,6 +96,11 @@ QuantizedBlocks block_rows(const LinearArgs& args) {
   return {{form, qvalues}, scale, block_sums, half_sums};
 }
 
+// The form of a panel of the weight.
+LLM_INLINE const BlockForm& block_form(const LinearArgs& args, size_t panel) {
+  return args.qvalues->segment_of(args.qvalues->first_panel + panel).form;
+}
+
 inline const BlockByte* whole_panel(const LinearArgs& args, size_t panel, size_t, BlockByte*) {
   const size_t at = args.qvalues->first_panel + panel;
   const BlockSegment& segment = args.qvalues->segment_of(at);

@@ -53,6 +53,31 @@ LLM_INLINE CodeFactor minus_offset(CodeFactor qvalues) {
   return qvalues;
 }
 
+// The upper 16 bits of each 32.
+LLM_INLINE CodeFactor high_halves(CodeFactor qvalues) {
+  LLM_FOR_PARTS qvalues.part[i] = (NativeInt)((NativeUint)qvalues.part[i] >> 16);
+  return qvalues;
+}
+
+// Returns the bits `kMask << kFrom` of each 32 as a number, minus `zero`. No bit of the mask is above bit 15. The bits
+// are written into the fraction of the float32 kLeast, where the lowest of them counts as 1. Subtracting kLeast leaves
+// the number.
+template <int kFrom, int32_t kMask>
+LLM_INLINE Floats numbers_of(const CodeFactor& qvalues, float zero) {
+  constexpr float kLeast = static_cast<float>(1 << (23 - kFrom));
+  constexpr int32_t kLeastBits = (127 + 23 - kFrom) << 23;
+  Floats result;
+  LLM_FOR_PARTS {
+#if defined(__AVX512F__)
+    const __m512i mask = _mm512_set1_epi32(kMask << kFrom), least = _mm512_set1_epi32(kLeastBits);
+    result.part[i] = (NativeFloat)_mm512_ternarylogic_epi32((__m512i)qvalues.part[i], mask, least, 0xea);
+#else
+    result.part[i] = (NativeFloat)((qvalues.part[i] & (kMask << kFrom)) | kLeastBits);
+#endif
+  }
+  return result - broadcast(kLeast + zero);
+}
+
 LLM_INLINE CodeFactor broadcast_qvalues(const void* four_qvalues) {
   int32_t four;
   __builtin_memcpy(&four, four_qvalues, sizeof(four));

@@ -9,6 +9,7 @@
 
 #include "grouped.h"
 #include "pair_products.h"
+#include "qvalues.h"
 #include "rotation.h"
 
 namespace llm::LLM_ISA {
@@ -92,24 +93,20 @@ struct Halves {
   }
 };
 
-// Widens a word of two qvalues: the qvalue is the end of the fraction of a float32, from which that number and 128 are
-// subtracted.
+// Widens a word of two qvalues.
 struct Bytes {
   static constexpr size_t kBits = 8;
   using Zero = int;
 
   static LLM_INLINE Zero zero_of(const uint8_t*) { return 0; }
 
-  static LLM_INLINE __m512 number(__m512i fields, size_t part) {
-    const __m512i mask = _mm512_set1_epi32(part == 0 ? 0xff : 0xff00);
-    const float least = part == 0 ? 0x1p23f : 0x1p15f;
-    const __m512i float_bits = _mm512_ternarylogic_epi32(fields, mask, (__m512i)_mm512_set1_ps(least), 0xea);
-    return _mm512_sub_ps((__m512)float_bits, _mm512_set1_ps(least + kByteZero));
-  }
-
   static LLM_INLINE FloatPairs numbers(const uint8_t* qvalues, size_t part, Zero) {
-    const __m512i fields = _mm512_loadu_si512(qvalues);
-    return {number(fields, part), number(_mm512_srli_epi32(fields, 16), part)};
+    const CodeFactor even = load_qvalues(qvalues), odd = high_halves(even);
+    auto number = [part](const CodeFactor& words) {
+      return (__m512)(part == 0 ? numbers_of<0, 0xff>(words, kByteZero) : numbers_of<8, 0xff>(words, kByteZero))
+          .part[0];
+    };
+    return {number(even), number(odd)};
   }
 
   static LLM_INLINE __m512i weight_only(const uint8_t* qvalues, size_t part, Zero zero) {

@@ -21,25 +21,8 @@ struct RowsOfElements : Activations<Element> {
 // Most inputs that are dequantized together: four panels of bfloat16 fill 64 KB.
 constexpr size_t kDequantizedInputs = 512;
 
-// The bits `kMask << kFrom` of each lane as a number, minus `zero`; none of the bits is above bit 15. They become the
-// last bits of the fraction of a float32.
-template <int kFrom, int32_t kMask>
-LLM_INLINE Floats numbers_of(const CodeFactor& lanes, float zero) {
-  constexpr float kLeast = static_cast<float>(1 << (23 - kFrom));
-  constexpr int32_t kLeastBits = (127 + 23 - kFrom) << 23;
-  Floats result;
-  LLM_FOR_PARTS {
-#if defined(__AVX512F__)
-    const __m512i mask = _mm512_set1_epi32(kMask << kFrom), least = _mm512_set1_epi32(kLeastBits);
-    result.part[i] = (NativeFloat)_mm512_ternarylogic_epi32((__m512i)lanes.part[i], mask, least, 0xea);
-#else
-    result.part[i] = (NativeFloat)((lanes.part[i] & (kMask << kFrom)) | kLeastBits);
-#endif
-  }
-  return result - broadcast(kLeast + zero);
-}
-
-// The scales of a group of sixteen columns, and the negative minima: -0 without minima, so adding it changes no number.
+// The scales of a group of sixteen columns, and the minima with the opposite sign. Without minima this is -0, because
+// adding -0 changes no number.
 struct GroupTerms {
   Floats scale, negative_minimum;
 
@@ -105,7 +88,7 @@ LLM_INLINE void for_pairs_of_line(const uint8_t* planes, size_t line, float zero
       first = numbers_of<4, 0xf>(lanes, zero), second = numbers_of<12, 0xf>(lanes, zero);
     }
     use(terms.value(first), terms.value(second));
-    LLM_FOR_PARTS lanes.part[i] = (NativeInt)((NativeUint)lanes.part[i] >> 16);
+    lanes = high_halves(lanes);
   }
 }
 
@@ -116,8 +99,7 @@ LLM_INLINE void for_pairs_of_panel(const BlockForm& form, const uint8_t* panel, 
                                    Use use, EndBlock end_block) {
   const BlockLayout layout(form);
   const auto zero = static_cast<float>(form.zero);
-  // The lines of a chunk that each of its blocks prefetches, rounded up.
-  const size_t block_lines = (layout.chunk_bytes / kLineBytes + kChunkBlocks - 1) / kChunkBlocks;
+  const size_t block_lines = layout.lines_of_block();
   const size_t last = (first + inputs) / kBlockInputs;
   for (size_t block = first / kBlockInputs; block < last;) {
     const BlockChunk chunk(layout, panel, k, block / kChunkBlocks);
@@ -150,8 +132,8 @@ void dequantize_panel(const BlockForm& form, const uint8_t* panel, size_t k, siz
 }
 
 #if defined(LLM_PAIR_PRODUCTS)
-// Up to this number of rows, panels are dequantized in registers. With more, a buffer is about as fast, measured on an
-// Intel Xeon with AMX.
+// Up to this number of rows, panels are dequantized in registers. On an Intel Xeon with AMX, a buffer is about as fast
+// for more rows.
 constexpr size_t kRegisterPairRows = 2;
 
 // Multiplies a few rows by a panel, which is dequantized in registers.
@@ -192,9 +174,7 @@ template <class Element>
 void sum_products(const LinearArgs& args, const RowsOfElements<Element>& x, size_t row, size_t rows,
                   const UnitPanels<BlockByte>& panels, float* sums) {
   if (x.inputs == 0) __builtin_memset(sums, 0, panels.count * rows * kPanelWidth * sizeof(float));
-  auto form_of = [&](size_t p) -> const BlockForm& {
-    return args.qvalues->segment_of(args.qvalues->first_panel + panels.index[p]).form;
-  };
+  auto form_of = [&](size_t p) -> const BlockForm& { return block_form(args, panels.index[p]); };
   auto bytes_of = [&](size_t p) { return reinterpret_cast<const uint8_t*>(panels.data[p]); };
 #if defined(LLM_PAIR_PRODUCTS)
   if constexpr (std::is_same<Element, BFloat16>::value) {
@@ -213,7 +193,8 @@ void sum_products(const LinearArgs& args, const RowsOfElements<Element>& x, size
   const size_t bytes = kTilePanels * kDequantizedInputs * kPanelWidth * sizeof(Element);
   auto* memory = static_cast<Element*>(scratch(Scratch::kPanel, bytes));
   const bool stays = rows * x.inputs * sizeof(*x.data) <= kCachedRowBytes;
-  // All panels of the unit use the inputs of a pass, which stay in the second-level cache, before the next pass.
+  // All panels of the unit are multiplied by the inputs of a pass, which stay in the second-level cache, before the
+  // next pass begins.
   for (size_t k = 0; k < x.inputs;) {
     const size_t to_pass = (k / x.pass + 1) * x.pass, to_end = k + kDequantizedInputs;
     const size_t limit = to_pass < to_end ? to_pass : to_end, end = limit < x.inputs ? limit : x.inputs;
