@@ -6,8 +6,8 @@ import sys
 
 
 def main() -> int:
-    """Run the command. During the imports (0.3 s), Ctrl-C ends the process at once, with exit code 130. A
-    KeyboardInterrupt is not sufficient there: NumPy turns it into an ImportError, and other packages ignore it.
+    """Run the command. During the imports (0.3 s), Ctrl-C ends the process at once, with exit code 130, instead of
+    raising KeyboardInterrupt, which NumPy turns into an ImportError and other packages ignore.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:

@@ -69,7 +69,7 @@ def test_an_incomplete_file_is_compiled_again(compiler: Path, part: str, caplog:
     assert warning.getMessage() == f"the file {path} is incomplete; compiling it again"
 
 
-def test_an_incomplete_file_that_the_compiler_wrote_is_an_error(compiler: Path) -> None:
+def test_build_fails_if_the_compiler_writes_an_incomplete_file(compiler: Path) -> None:
     compiler.write_text(FAKE_COMPILER.replace("head -c 60", "head -c 59"))
     with pytest.raises(KernelError, match=r"wrote the incomplete file .*/libllm_serving_.*: check the disk"):
         build.library_path()

@@ -264,7 +264,7 @@ def test_names_of_models_and_adapters_differ_also_while_a_model_is_loaded() -> N
 
 
 @pytest.mark.parametrize("second", ["one", "two"])
-def test_of_concurrent_loads_of_an_adapter_only_one_succeeds(second: str, tmp_path: Path) -> None:
+def test_only_one_of_two_concurrent_adapter_loads_succeeds(second: str, tmp_path: Path) -> None:
     (tmp_path / "sql").mkdir()
     both_read = Barrier(2, timeout=30)
 

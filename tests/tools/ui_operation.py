@@ -111,12 +111,12 @@ def advice_comes_from_recorded_requests(page: Browser, save: Callable[[str], Non
         tempfile.TemporaryDirectory() as folder,
         PageServer(step_s=0.01, max_num_seqs=2, record_path=Path(folder)).serving() as server,
     ):
-        # One class: with two, the order of arrival would decide whether more slots are better.
+        # One class: with two classes, the order of arrival would decide whether more slots help.
         threads = [send(server.url, f"r-{n}", max_tokens=30) for n in range(40)]
         for thread in threads:
             thread.join()
         start(page, server.url, "live")
-        page.wait_for("document.querySelector('.panels > .panels').childElementCount")  # these move the button down
+        page.wait_for("document.querySelector('.panels > .panels').childElementCount")  # panels move the button down
         page.click("#advice")
         page.wait_for("document.querySelector('#advice').disabled")
         assert "The server serves requests meanwhile." in page.text(".more[role=status]")

@@ -64,7 +64,7 @@ class Caller(Struct, frozen=True, eq=False):
     """The client of a request, how urgent the request is, and which adapter it names."""
 
     priority: int = 0
-    """From -`MAX_PRIORITY` to `MAX_PRIORITY`. The server checks it, because its errors name the header or field."""
+    """From -`MAX_PRIORITY` to `MAX_PRIORITY`. The server checks it, since it knows the header or field that gave it."""
     tenant: str = ""
     cache_salt: str = ""
     source: str = ""

@@ -28,8 +28,8 @@ _LARGEST_ALPHA: Final = 1e30
 _ALPHA_RANGE: Final = f" from {-_LARGEST_ALPHA:g} to {_LARGEST_ALPHA:g}"
 _ALPHA_RULE: Final = "must be a number" + _ALPHA_RANGE
 _PATTERN: Final = re.compile(r"(\^|\.\*)?([\w-]+(?:\\?\.[\w-]+)*)(\.\*)?\$?", re.ASCII)
-"""Keys of `rank_pattern` and `alpha_pattern` that can be compared as text. Matching any regular expression could take
-for ever, and `re` holds the GIL meanwhile.
+"""Keys of `rank_pattern` and `alpha_pattern` that can be compared as text. Other regular expressions are refused:
+matching one could take unlimited time, and `re` holds the GIL, so the whole server would stop.
 """
 _PREFIX: Final = "base_model.model."
 _TENSOR: Final = re.compile(r"(.+)\.lora_([AB])(\.default)?\.weight")
@@ -54,8 +54,8 @@ _REFUSED: Final[Mapping[str, str]] = {
 class AdapterConfig:
     """Fields of adapter_config.json that this server uses.
 
-    A key of a pattern is a part of the text `^.MODULE$` of each module that it matches: the key `q_proj` of the file is
-    here `.q_proj$`, and `^model.layers.1.*` is `^.model.layers.1`.
+    The keys of `rank_pattern` and `alpha_pattern` are plain text. A key matches a module if it is a part of the text
+    `^.MODULE$`: the key `q_proj` of the file becomes `.q_proj$`, and `^model.layers.1.*` becomes `^.model.layers.1`.
     """
 
     path: Path
@@ -182,8 +182,8 @@ def read_config(folder: Path) -> AdapterConfig:
         patterns[field] = {}
         for key, value in given.items():
             if (match := _PATTERN.fullmatch(key)) is None:
-                rule = "such as q_proj or layers.0.self_attn.q_proj, which may begin with ^ or .* and end with $ or .*"
-                raise fail(field, f"must have names of modules as keys, {rule}, but not {shorten(key)}")
+                rule = "such as q_proj or layers.0.self_attn.q_proj; ^ or .* may precede a name, and $ or .* follow it"
+                raise fail(field, f"must have names of modules as keys, {rule}. Found: {shorten(key)}")
             start, name, has_any_end = match.groups()
             before = {"^": "^.", ".*": ""}.get(start, ".")
             text = f"{before}{name}{'' if has_any_end else '$'}".replace("\\", "")

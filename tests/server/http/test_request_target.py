@@ -53,7 +53,7 @@ def test_request_needs_exactly_one_host(hosts):
 
 
 def test_request_has_at_most_one_origin():
-    """The checks of browsers' requests read only one."""
+    """The checks of browser requests read only the first `Origin`."""
     origins = b"Origin: http://a", b"origin: http://b"
     status, written, asked = answered(b"GET / HTTP/1.1", HOST[:-2], *origins)
     assert (status, asked) == (400, [])

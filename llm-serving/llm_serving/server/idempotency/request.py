@@ -61,7 +61,9 @@ class Position(NamedTuple):
     """Number of events read that follow those of all choices."""
     is_end: bool = False
     field: str = "Last-Event-ID"
+    """Header or query parameter that gave the position."""
     text: str = ""
+    """Its value."""
 
     @classmethod
     def read(cls, field: str, text: str) -> Position:
