@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -61,6 +62,10 @@ class Browser:
         return self
 
     def __exit__(self, *error: object) -> None:
+        # The browser ends its other processes. If only the first one is killed, they write to the folder later.
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            os.write(self._to, b'{"id": 0, "method": "Browser.close"}\0')
+            self._process.wait(TIMEOUT_S)
         self._process.kill()
         self._process.wait()
         os.close(self._to)
