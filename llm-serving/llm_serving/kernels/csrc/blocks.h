@@ -23,7 +23,8 @@ namespace llm::LLM_ISA {
 
 // ---- Few rows: qvalues are widened in registers ---------------------------------------------------------------------
 
-constexpr size_t kRegisterRows = 4;  // rows whose sums and totals stay in registers beside a widened line
+// Rows whose sums and totals stay in registers beside a widened line.
+constexpr size_t kRegisterRows = kNative == kLanes ? 8 : 4;
 
 template <size_t kBits, size_t kRows>
 void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x, size_t row,
@@ -37,7 +38,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
   const float* row_scales = x.scale + row;
   const int8_t* a[kRows];
   Floats total[kRows];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (size_t r = 0; r < kRows; r++) {
     a[r] = x.at(row + r, 0);
     total[r] = zeros();
@@ -48,13 +49,13 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
     const GroupReader reader(form, layout, chunk);
     const uint8_t* planes = chunk.planes;
     size_t group = 0;
-    const uint8_t* ahead = chunk.planes + kBytesAheadOfStream;
+    const uint8_t* ahead = chunk.planes + kBytesAheadOfBlocks;
     for (size_t block = 0; block < chunk.blocks; block++, planes += layout.plane_bytes, row_scales += rows) {
       Floats sums[kChains][kRows];
 #pragma GCC unroll 2
       for (size_t half = 0; half < 2; half++) {
         if (half == 0 || is_half) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (size_t r = 0; r < kRows; r++) {
             sums[0][r] = broadcast_sum(kLineOffset<kBits> * row_sums[r]);
             if constexpr (kChains > 1) sums[1][r] = broadcast_sum(0);
@@ -67,7 +68,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
           // One prefetch for each line: several at once delay the loads of this block.
           if (line < block_lines) __builtin_prefetch(ahead + line * kLineBytes, 0, 2);
           const CodeFactor values = factors_of<kBits>(planes, line);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (size_t r = 0; r < kRows; r++) {
             const CodeFactor four = broadcast_qvalues(a[r] + line * kFourInputs);
             add_line<kBits>(i, values, four, halves[r], sums[i % kChains][r]);
@@ -75,7 +76,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
         }
         if (half == 1 || is_half) {
           const GroupNumbers numbers = reader.numbers(group++);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
           for (size_t r = 0; r < kRows; r++) {
             if constexpr (kChains > 1) sums[0][r] = add_sums(sums[0][r], sums[1][r]);
             total[r] = add_group(total[r], sums[0][r], numbers, row_scales[r], negative_scaled_sums[r]);
@@ -84,15 +85,25 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
           negative_scaled_sums += rows;
         }
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (size_t r = 0; r < kRows; r++) a[r] += kBlockInputs;
       // An 8-bit block with its scales fills more cache lines than kBlockLines.
       for (size_t i = kBlockLines; i < block_lines; i++) __builtin_prefetch(ahead + i * kLineBytes, 0, 2);
       ahead += block_lines * kLineBytes;
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (size_t r = 0; r < kRows; r++) store(totals + r * kPanelWidth, total[r]);
+}
+
+// block_panel for `height` rows, of at most kRows.
+template <size_t kBits, size_t kRows = kRegisterRows>
+void block_tile(size_t height, const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x,
+                size_t row, float* totals) {
+  if constexpr (kRows > 1) {
+    if (height < kRows) return block_tile<kBits, kRows - 1>(height, form, k, panel, x, row, totals);
+  }
+  block_panel<kBits, kRows>(form, k, panel, x, row, totals);
 }
 
 template <size_t kBits>
@@ -101,19 +112,7 @@ void block_panel_rows(const BlockForm& form, size_t k, const uint8_t* panel, con
   const size_t tiles = (rows + kRegisterRows - 1) / kRegisterRows;
   for (size_t i = 0; i < tiles; i++) {
     const size_t height = (rows + tiles - i - 1) / (tiles - i);
-    switch (height) {
-      case 1:
-        block_panel<kBits, 1>(form, k, panel, x, row, totals);
-        break;
-      case 2:
-        block_panel<kBits, 2>(form, k, panel, x, row, totals);
-        break;
-      case 3:
-        block_panel<kBits, 3>(form, k, panel, x, row, totals);
-        break;
-      default:
-        block_panel<kBits, 4>(form, k, panel, x, row, totals);
-    }
+    block_tile<kBits>(height, form, k, panel, x, row, totals);
     row += height;
     rows -= height;
     totals += height * kPanelWidth;
@@ -189,7 +188,7 @@ inline void sum_products(const LinearArgs& args, const QuantizedBlocks& x, size_
     return;
   }
   auto form_of = [&](size_t p) -> const BlockForm& { return block_form(args, panels.index[p]); };
-  const bool is_wide = args.m > kTileRows;  // then a row may have several passes
+  const bool is_wide = spreads_prefetches<BlockByte>(args.m);
   for (size_t p = 0; p < panels.count;) {
     const BlockForm& form = form_of(p);
     float* totals = sums + p * rows * kPanelWidth;

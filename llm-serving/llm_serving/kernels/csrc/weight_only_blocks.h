@@ -105,7 +105,7 @@ LLM_INLINE void for_pairs_of_panel(const BlockForm& form, const uint8_t* panel, 
     const BlockChunk chunk(layout, panel, k, block / kChunkBlocks);
     const GroupReader reader(form, layout, chunk);
     size_t within = block % kChunkBlocks;
-    const uint8_t* ahead = chunk.planes + within * block_lines * kLineBytes + kBytesAheadOfStream;
+    const uint8_t* ahead = chunk.planes + within * block_lines * kLineBytes + kBytesAheadOfBlocks;
     for (; within < chunk.blocks && block < last; within++, block++) {
       const uint8_t* planes = chunk.planes + within * layout.plane_bytes;
       GroupTerms terms(form, reader.numbers(within * layout.block_groups));
