@@ -259,3 +259,6 @@ def test_block_packing_refuses_unsupported_forms() -> None:
     minima = BlockTensor(whole.qvalues, 6, 32, 0, whole.scales, whole.scales)
     with pytest.raises(ModelError, match="6 bits"):
         BlockSegments([minima])
+    no_power_of_two = BlockTensor(whole.qvalues, 4, 32, 7, whole.scales)
+    with pytest.raises(ModelError, match="4 bits"):
+        BlockSegments([no_power_of_two])

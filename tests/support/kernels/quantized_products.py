@@ -75,9 +75,8 @@ def blocks(
     and `minima` are [N, groups]; a group has 16 or 32 columns. If `minima` is None, the quantized value `zero`
     represents 0; otherwise `zero` is not used. `is_fused`: whether the instruction set has fused multiply-adds.
     """
-    if minima is None:
-        minima = scales * np.float32(zero)
     m, k = x.shape
+    weights = qvalues.astype(np.float64) - (0 if minima is not None else zero)
     rows, row_scales = quantize_rows(x.reshape(-1, BLOCK))
     groups = rows.reshape(m, -1, group_size).astype(np.float64)
     row_scales = np.repeat(row_scales.reshape(m, -1), BLOCK // group_size, axis=1)
@@ -85,11 +84,13 @@ def blocks(
     with np.errstate(over="ignore", invalid="ignore"):
         for group in range(k // group_size):
             columns = slice(group * group_size, (group + 1) * group_size)
-            sums = (groups[:, group] @ qvalues[:, columns].astype(np.float64).T).astype(np.float32)
+            sums = (groups[:, group] @ weights[:, columns].T).astype(np.float32)
             scale = row_scales[:, group, None]
-            scaled = without_subnormals(sums * scales[:, group])
-            negative_sums = (0 - groups[:, group].sum(axis=1)).astype(np.float32)[:, None]
-            for a, b in ((scaled, scale), (minima[:, group], without_subnormals(negative_sums * scale))):
+            terms = [(without_subnormals(sums * scales[:, group]), scale)]
+            if minima is not None:
+                negative_sums = (0 - groups[:, group].sum(axis=1)).astype(np.float32)[:, None]
+                terms.append((minima[:, group], without_subnormals(negative_sums * scale)))
+            for a, b in terms:
                 if is_fused:
                     totals = without_subnormals(fused(a, b, totals))
                 else:

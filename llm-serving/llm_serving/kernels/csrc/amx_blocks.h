@@ -43,10 +43,10 @@ class BlockTiles {
       const size_t count = groups_ - group < kGroupsTogether ? groups_ - group : kGroupsTogether;
       for (size_t p = 0; p < (has_two ? 2 : 1); p++) {
         float* to = totals + p * panel_stride;
-        if (count == kGroupsTogether) {
-          add_groups<kGroupsTogether>(panel + p, group, sums[current], p, to);
+        if (panels_.form.has_minima) {
+          add_groups<true>(count, panel + p, group, sums[current], p, to);
         } else {
-          for (size_t i = 0; i < count; i++) add_groups<1>(panel + p, group + i, sums[current] + i, p, to);
+          add_groups<false>(count, panel + p, group, sums[current], p, to);
         }
       }
     }
@@ -95,24 +95,33 @@ class BlockTiles {
     }
   }
 
-  // Adds `kCount` groups to the totals of the rows and one panel.
-  template <size_t kCount>
+  // Adds `count` groups to the totals of the rows and one panel.
+  template <bool kHasMinima>
+  void add_groups(size_t count, size_t panel, size_t group, const Sums* sums, size_t p, float* totals) {
+    if (count == kGroupsTogether) return add_groups<kHasMinima, kGroupsTogether>(panel, group, sums, p, totals);
+    for (size_t i = 0; i < count; i++) add_groups<kHasMinima, 1>(panel, group + i, sums + i, p, totals);
+  }
+
+  template <bool kHasMinima, size_t kCount>
   LLM_INLINE void add_groups(size_t panel, size_t group, const Sums* sums, size_t p, float* totals) {
     GroupNumbers numbers[kCount];
     const float *scales[kCount], *negative_scaled_sums[kCount];
+    [[maybe_unused]] const int32_t* begins[kCount];
 #pragma GCC unroll 8
     for (size_t i = 0; i < kCount; i++) {
       numbers[i] = panels_.numbers[panel][group + i];
       scales[i] = x_.scale + (panels_.first_block + (group + i) / block_groups_) * x_.layout.rows + row_;
       const size_t at = panels_.first_block * block_groups_ + group + i;
       negative_scaled_sums[i] = x_.sums_of(group_).negative_scaled + at * x_.layout.rows + row_;
+      if constexpr (!kHasMinima) begins[i] = x_.begins_of(panels_.form) + at * x_.layout.rows + row_;
     }
     for (size_t r = 0; r < rows_; r++) {
       Floats total = load(totals + r * kPanelWidth);
 #pragma GCC unroll 8
       for (size_t i = 0; i < kCount; i++) {
-        const Floats found = load(reinterpret_cast<const float*>(sums[i].of_panel[p][r]));
-        total = add_group(total, found, numbers[i], scales[i][r], negative_scaled_sums[i][r]);
+        Floats found = load(reinterpret_cast<const float*>(sums[i].of_panel[p][r]));
+        if constexpr (!kHasMinima) found = add_sums(found, broadcast_sum(begins[i][r]));
+        total = add_group<kHasMinima>(total, found, numbers[i], scales[i][r], negative_scaled_sums[i][r]);
       }
       store(totals + r * kPanelWidth, total);
     }

@@ -1,16 +1,17 @@
 // Products of weights in blocks (packed_blocks.h) and rows quantized to 8 bits, with a scale for each 32 inputs.
 //
 // rows     scale = largest magnitude of the 32 inputs / 127; qvalue = input * (127 / largest), as in quantized_rows.h
-// sums     sum of (qvalue of the weight * qvalue of the row) over the inputs of a group; exact in 32 bits, so in any
-//          order
+// sums     sum of ((qvalue of the weight - zero) * qvalue of the row) over the inputs of a group; exact in 32 bits, so
+// in
+//          any order
 // row sum  sum of the row's qvalues over the inputs of the group
-// results  for each group in ascending order, add (sum * scale) * scale of the row, then subtract
-//          minimum * (row sum * scale of the row); without minima, the minimum is scale * zero
+// results  for each group in ascending order, add (sum * scale) * scale of the row; with minima, then subtract
+//          minimum * (row sum * scale of the row)
 //
-// The terms in parentheses are rounded to float32. The addition and the subtraction are fused with their
-// multiplications, so each rounds the total once. Every instruction set except `plain` computes these bits. `plain` has
-// no fused multiply-adds: it also rounds each product before it adds it. tests/support/kernels/quantized_products.py
-// computes both.
+// Products and sums in parentheses that are not integers are rounded to float32. The addition and the subtraction are
+// fused with their multiplications, so each rounds the total once. Every instruction set except `plain` computes these
+// bits. `plain` has no fused multiply-adds: it also rounds each product before it adds it.
+// tests/support/kernels/quantized_products.py computes both.
 #pragma once
 
 #include "quantized_blocks.h"
@@ -26,14 +27,14 @@ namespace llm::LLM_ISA {
 // Rows whose sums and totals stay in registers beside a widened line.
 constexpr size_t kRegisterRows = kNative == kLanes ? 8 : 4;
 
-template <size_t kBits, size_t kRows>
+template <size_t kBits, bool kHasMinima, size_t kRows>
 void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x, size_t row,
                  float* totals) {
   constexpr size_t kChains = kRows <= 2 ? 2 : 1;  // sums of a group added up in turns, to hide latency
   const BlockLayout layout(form);
   const size_t rows = x.layout.rows;
   const bool is_half = form.group == kHalfBlock;
-  const int32_t* row_sums = x.sums_of(form.group).sums + row;
+  const int32_t* begins = kHasMinima ? nullptr : x.begins_of(form) + row;
   const float* negative_scaled_sums = x.sums_of(form.group).negative_scaled + row;
   const float* row_scales = x.scale + row;
   const int8_t* a[kRows];
@@ -57,7 +58,7 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
         if (half == 0 || is_half) {
 #pragma GCC unroll 8
           for (size_t r = 0; r < kRows; r++) {
-            sums[0][r] = broadcast_sum(kLineOffset<kBits> * row_sums[r]);
+            sums[0][r] = broadcast_sum(kHasMinima ? 0 : begins[r]);
             if constexpr (kChains > 1) sums[1][r] = broadcast_sum(0);
           }
         }
@@ -79,9 +80,9 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
 #pragma GCC unroll 8
           for (size_t r = 0; r < kRows; r++) {
             if constexpr (kChains > 1) sums[0][r] = add_sums(sums[0][r], sums[1][r]);
-            total[r] = add_group(total[r], sums[0][r], numbers, row_scales[r], negative_scaled_sums[r]);
+            total[r] = add_group<kHasMinima>(total[r], sums[0][r], numbers, row_scales[r], negative_scaled_sums[r]);
           }
-          row_sums += rows;
+          if (!kHasMinima) begins += rows;
           negative_scaled_sums += rows;
         }
       }
@@ -97,22 +98,22 @@ void block_panel(const BlockForm& form, size_t k, const uint8_t* panel, const Qu
 }
 
 // block_panel for `height` rows, of at most kRows.
-template <size_t kBits, size_t kRows = kRegisterRows>
+template <size_t kBits, bool kHasMinima, size_t kRows = kRegisterRows>
 void block_tile(size_t height, const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x,
                 size_t row, float* totals) {
   if constexpr (kRows > 1) {
-    if (height < kRows) return block_tile<kBits, kRows - 1>(height, form, k, panel, x, row, totals);
+    if (height < kRows) return block_tile<kBits, kHasMinima, kRows - 1>(height, form, k, panel, x, row, totals);
   }
-  block_panel<kBits, kRows>(form, k, panel, x, row, totals);
+  block_panel<kBits, kHasMinima, kRows>(form, k, panel, x, row, totals);
 }
 
-template <size_t kBits>
+template <size_t kBits, bool kHasMinima>
 void block_panel_rows(const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x, size_t row,
                       size_t rows, float* totals) {
   const size_t tiles = (rows + kRegisterRows - 1) / kRegisterRows;
   for (size_t i = 0; i < tiles; i++) {
     const size_t height = (rows + tiles - i - 1) / (tiles - i);
-    block_tile<kBits>(height, form, k, panel, x, row, totals);
+    block_tile<kBits, kHasMinima>(height, form, k, panel, x, row, totals);
     row += height;
     rows -= height;
     totals += height * kPanelWidth;
@@ -121,8 +122,13 @@ void block_panel_rows(const BlockForm& form, size_t k, const uint8_t* panel, con
 
 inline void multiply_in_registers(const BlockForm& form, size_t k, const uint8_t* panel, const QuantizedBlocks& x,
                                   size_t row, size_t rows, float* totals) {
-  with_bits(form.bits,
-            [&](auto bits) { block_panel_rows<decltype(bits)::value>(form, k, panel, x, row, rows, totals); });
+  with_bits(form.bits, [&](auto tag) {
+    constexpr size_t kBits = decltype(tag)::value;
+    if constexpr (kBits <= kMostBitsWithMinima) {
+      if (form.has_minima) return block_panel_rows<kBits, true>(form, k, panel, x, row, rows, totals);
+    }
+    block_panel_rows<kBits, false>(form, k, panel, x, row, rows, totals);
+  });
 }
 
 // ---- Many rows: qvalues are widened in memory, then multiplied by vector instructions or by AMX tiles ---------------
@@ -171,12 +177,14 @@ inline void multiply_widened(const BlockForm& form, size_t k, const uint8_t* con
       continue;
     }
 #endif
-    if (form.bits == 8) {
-      multiply_wide_tiles<8>(panels, count, x, row, rows, totals);
+    if (form.has_minima) {
+      multiply_wide_tiles<product_bits(kMostBitsWithMinima), true>(panels, count, x, row, rows, totals);
+    } else if (form.bits == 8) {
+      multiply_wide_tiles<8, false>(panels, count, x, row, rows, totals);
     } else if (form.bits == 6) {
-      multiply_wide_tiles<product_bits(6)>(panels, count, x, row, rows, totals);
+      multiply_wide_tiles<product_bits(6), false>(panels, count, x, row, rows, totals);
     } else {
-      multiply_wide_tiles<product_bits(5)>(panels, count, x, row, rows, totals);
+      multiply_wide_tiles<product_bits(5), false>(panels, count, x, row, rows, totals);
     }
   }
 }

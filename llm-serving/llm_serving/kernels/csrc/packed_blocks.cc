@@ -91,7 +91,8 @@ bool can_pack(const BlockRows& rows) {
   if (!has_bits || (form.group != 16 && form.group != 32) || rows.k > kMaxBlockInputs) return false;
   if (form.has_units != (rows.units != nullptr) || form.has_minima != (rows.minima != nullptr)) return false;
   if ((form.has_units && form.has_minima) != (rows.minima_units != nullptr)) return false;
-  if (form.has_minima && (form.zero != 0 || form.bits > 5)) return false;
+  if (form.has_minima && (form.zero != 0 || form.bits > kMostBitsWithMinima)) return false;
+  if ((form.zero & (form.zero - 1)) != 0) return false;  // neither 0 nor a power of two
   return rows.k % (form.has_units ? kChunkInputs : kBlockInputs) == 0;
 }
 

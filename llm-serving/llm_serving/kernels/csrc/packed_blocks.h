@@ -24,6 +24,8 @@ constexpr size_t kBlockInputs = 32;   // inputs whose planes lie together
 constexpr size_t kChunkInputs = 256;  // inputs with one unit
 constexpr size_t kChunkBlocks = kChunkInputs / kBlockInputs;
 constexpr size_t kLineBytes = 64;
+// Most bits of a qvalue of a form with minima.
+constexpr size_t kMostBitsWithMinima = 5;
 // Most inputs: indices of this many fit everywhere.
 constexpr size_t kMaxBlockInputs = 1 << 20;
 

@@ -50,14 +50,41 @@ constexpr size_t kHalfBlock = kBlockInputs / 2;
 constexpr size_t kBlockLines = kBlockInputs / kFourInputs;
 constexpr size_t kHalfLines = kBlockLines / 2;
 
-// The sums of the qvalues of rows over each group of inputs, [groups][rows].
+// What is subtracted from qvalues of `kBits` bits, so that they are signed: AVX2 multiplies 8 bits faster then.
+#if LLM_AVX2_ONLY && defined(LLM_BYTE_PAIRS)
+template <size_t kBits>
+constexpr int32_t kLineOffset = kBits == 8 ? kCodeOffset : 0;
+#else
+template <size_t kBits>
+constexpr int32_t kLineOffset = 0;
+#endif
+
+// The number that the sum of a group begins with, divided by the sum of the row's qvalues over the group. It corrects
+// sums for kLineOffset and, without minima, for the zero point.
+LLM_INLINE int32_t begin_factor(const BlockForm& form) {
+  return (form.bits == 8 ? kLineOffset<8> : 0) - static_cast<int32_t>(form.zero);
+}
+
+// Distinct zero points, which are 0 or powers of two (can_pack).
+constexpr size_t kMaxZeros = 9;
+
+// What products need of the sums of a row's qvalues over each group of inputs. All arrays are [groups][rows].
 struct GroupSums {
-  int32_t* sums;           // needed only if kLineOffset (below) is not 0
-  float* negative_scaled;  // -(row sum * scale of the row): see blocks.h
+  float* negative_scaled;  // -(row sum * scale of the row), for forms with minima
+  // For each begin_factor of the forms without minima: what the sums of groups begin with.
+  size_t num_factors = 0;
+  int32_t factor[kMaxZeros];
+  int32_t* begins[kMaxZeros];
 
   LLM_INLINE void set(size_t at, int32_t sum, float scale) const {
-    sums[at] = sum;
     negative_scaled[at] = static_cast<float>(-sum) * scale;
+    for (size_t i = 0; i < num_factors; i++) begins[i][at] = factor[i] * sum;
+  }
+
+  size_t index_of(const BlockForm& form) const {
+    size_t i = 0;
+    while (i < num_factors && factor[i] != begin_factor(form)) i++;
+    return i;
   }
 };
 
@@ -67,6 +94,11 @@ struct QuantizedBlocks : Activations<BlockByte> {
   GroupSums block_sums, half_sums;  // over groups of 32 and of 16 inputs
 
   const GroupSums& sums_of(size_t group) const { return group == kHalfBlock ? half_sums : block_sums; }
+  // For forms without minima.
+  const int32_t* begins_of(const BlockForm& form) const {
+    const GroupSums& sums = sums_of(form.group);
+    return sums.begins[sums.index_of(form)];
+  }
 };
 
 // The sum of the sixteen int8 numbers of half a block.
@@ -89,11 +121,22 @@ QuantizedBlocks block_rows(const LinearArgs& args) {
   if (!spreads_prefetches<BlockByte>(args.m)) form.layout.width += kRowGap;
   const size_t blocks = form.inputs / kBlockInputs, numbers = blocks * args.m;
   const size_t stride = args.x_layout.or_rows(args.m, args.k).width, bytes = form.bytes(args.m);
+  GroupSums block_sums, half_sums;
+  for (size_t i = 0; i < args.qvalues->num_segments; i++) {
+    const BlockForm& segment = args.qvalues->segments[i].form;
+    if (segment.has_minima || block_sums.index_of(segment) < block_sums.num_factors) continue;
+    block_sums.factor[block_sums.num_factors++] = begin_factor(segment);
+  }
+  half_sums = block_sums;
   auto* qvalues = static_cast<uint8_t*>(scratch(Scratch::kActivations, bytes + 1));
-  auto* scale = static_cast<float*>(scratch(Scratch::kItems, 7 * numbers * sizeof(float) + 1));
-  float* negative = scale + numbers;
-  auto* sums = reinterpret_cast<int32_t*>(negative + 3 * numbers);
-  const GroupSums block_sums = {sums, negative}, half_sums = {sums + numbers, negative + numbers};
+  const size_t arrays = 1 + 3 * (1 + block_sums.num_factors);
+  auto* scale = static_cast<float*>(scratch(Scratch::kItems, arrays * numbers * sizeof(float) + 1));
+  block_sums.negative_scaled = scale + numbers;
+  half_sums.negative_scaled = scale + 2 * numbers;
+  for (size_t i = 0; i < block_sums.num_factors; i++) {
+    block_sums.begins[i] = reinterpret_cast<int32_t*>(scale) + (4 + 3 * i) * numbers;
+    half_sums.begins[i] = block_sums.begins[i] + numbers;
+  }
   for_rows_of_x(args, [&](size_t row) {
     const Element* x = static_cast<const Element*>(args.x) + row * stride;
     for (size_t block = 0, k = 0; block < blocks; block++, k += kBlockInputs) {
@@ -136,15 +179,6 @@ void with_bits(size_t bits, Body body) {
       return body(std::integral_constant<size_t, 8>());
   }
 }
-
-// What is subtracted from qvalues of `kBits` bits, so that they are signed: AVX2 multiplies 8 bits faster then.
-#if LLM_AVX2_ONLY && defined(LLM_BYTE_PAIRS)
-template <size_t kBits>
-constexpr int32_t kLineOffset = kBits == 8 ? kCodeOffset : 0;
-#else
-template <size_t kBits>
-constexpr int32_t kLineOffset = 0;
-#endif
 
 // Shifts bits at position `from` of each byte to position `to`, and keeps those of `mask`.
 LLM_INLINE NativeInt moved_bits(NativeInt bytes, int from, int to, int32_t mask) {
@@ -216,14 +250,13 @@ LLM_INLINE void add_line([[maybe_unused]] size_t line, const CodeFactor& weights
   sum = add_fours<kBits == 8>(weights, four, sum);
 }
 
-// The scales and minima of a group of sixteen columns: value = scale * qvalue - minimum. For a form without minima, the
-// minimum is scale * zero; weight_only_blocks.h does not read it but subtracts the zero point from the qvalue.
+// The scales of a group of sixteen columns, and its minima, which are 0 if the form has none:
+// value = scale * (qvalue - zero) - minimum.
 struct GroupNumbers {
   Floats scale, minimum;
 };
 
-// Reads the numbers of groups of a chunk. All are exact in float32; scale * zero is exact too, because the zero points
-// of GGUF types are powers of two.
+// Reads the numbers of groups of a chunk. All are exact in float32.
 struct GroupReader {
   const BlockLayout& layout;
   const BlockForm& form;
@@ -241,15 +274,17 @@ struct GroupReader {
     const uint8_t* record = records + group * layout.record_bytes;
     const auto* halves = reinterpret_cast<const Float16*>(record);
     const Floats scale = form.has_units ? load(reinterpret_cast<const int8_t*>(record)) * scale_unit : load(halves);
-    if (!form.has_minima) return {scale, scale * broadcast(static_cast<float>(form.zero))};
+    if (!form.has_minima) return {scale, zeros()};
     return {scale, form.has_units ? load(record + kPanelWidth) * minimum_unit : load(halves + kPanelWidth)};
   }
 };
 
 // Adds a group to the total of a row. `negative_scaled_sum`: of GroupSums, for this group and row.
+template <bool kHasMinima>
 LLM_INLINE Floats add_group(const Floats& total, const Floats& sums, const GroupNumbers& numbers, float row_scale,
-                            float negative_scaled_sum) {
+                            [[maybe_unused]] float negative_scaled_sum) {
   const Floats with_sum = multiply_add(to_numbers(sums) * numbers.scale, broadcast(row_scale), total);
+  if constexpr (!kHasMinima) return with_sum;
   return multiply_add(numbers.minimum, broadcast(negative_scaled_sum), with_sum);
 }
 

@@ -14,14 +14,14 @@ constexpr size_t kWidePanels = 1;
 
 // Multiplies a few rows by the `kPanels` panels that begin at `panel`, and adds the products to the totals. `kBits`: as
 // product_bits returns it.
-template <size_t kBits, size_t kRows, size_t kPanels>
+template <size_t kBits, bool kHasMinima, size_t kRows, size_t kPanels>
 void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row, float* totals,
                size_t panel_stride, size_t prefetched) {
   const size_t rows = x.layout.rows, stride = x.layout.width;
   const bool is_half = panels.form.group == kHalfBlock;
   const size_t group_bytes = (is_half ? kHalfLines : kBlockLines) * kLineBytes;
   const size_t first_sum = panels.first_block * (is_half ? 2 : 1) * rows + row;
-  const int32_t* row_sums = x.sums_of(panels.form.group).sums + first_sum;
+  const int32_t* begins = kHasMinima ? nullptr : x.begins_of(panels.form) + first_sum;
   const float* negative_scaled_sums = x.sums_of(panels.form.group).negative_scaled + first_sum;
   const float* row_scales = x.scale + panels.first_block * rows + row;
   const int8_t* a = x.at(row, panels.first_block * kBlockInputs);
@@ -44,7 +44,7 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
     Floats sums[kRows][kPanels];
 #pragma GCC unroll 8
     for (size_t r = 0; r < kRows; r++) {
-      const Floats begin = broadcast_sum(kLineOffset<kBits> * row_sums[r]);
+      const Floats begin = broadcast_sum(kHasMinima ? 0 : begins[r]);
 #pragma GCC unroll 8
       for (size_t p = 0; p < kPanels; p++) sums[r][p] = begin;
     }
@@ -73,10 +73,10 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
       const GroupNumbers group = {load(of_group), load(of_group + kPanelWidth)};
 #pragma GCC unroll 8
       for (size_t r = 0; r < kRows; r++) {
-        total[r][p] = add_group(total[r][p], sums[r][p], group, row_scales[r], negative_scaled_sums[r]);
+        total[r][p] = add_group<kHasMinima>(total[r][p], sums[r][p], group, row_scales[r], negative_scaled_sums[r]);
       }
     }
-    row_sums += rows;
+    if (!kHasMinima) begins += rows;
     negative_scaled_sums += rows;
     if (!is_half || !is_first_half) row_scales += rows;
   }
@@ -87,29 +87,29 @@ void wide_tile(const WidePanels& panels, size_t panel, const QuantizedBlocks& x,
   }
 }
 
-template <size_t kBits, size_t kPanels>
+template <size_t kBits, bool kHasMinima, size_t kPanels>
 void wide_tile_of(size_t height, const WidePanels& panels, size_t panel, const QuantizedBlocks& x, size_t row,
                   float* totals, size_t panel_stride, size_t prefetched) {
   switch (height) {
     case 1:
-      return wide_tile<kBits, 1, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, kHasMinima, 1, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 2:
-      return wide_tile<kBits, 2, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, kHasMinima, 2, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 3:
-      return wide_tile<kBits, 3, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, kHasMinima, 3, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 4:
-      return wide_tile<kBits, 4, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, kHasMinima, 4, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 5:
-      return wide_tile<kBits, 5, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, kHasMinima, 5, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     case 6:
-      return wide_tile<kBits, 6, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
+      return wide_tile<kBits, kHasMinima, 6, kPanels>(panels, panel, x, row, totals, panel_stride, prefetched);
     default:
       return;
   }
 }
 
 // Multiplies rows by widened panels, in tiles of nearly equal height.
-template <size_t kBits>
+template <size_t kBits, bool kHasMinima>
 void multiply_wide_tiles(const WidePanels& panels, size_t count, const QuantizedBlocks& x, size_t row, size_t rows,
                          float* totals) {
   const size_t tiles = (rows + kTileRows - 1) / kTileRows, panel_stride = rows * kPanelWidth;
@@ -120,11 +120,11 @@ void multiply_wide_tiles(const WidePanels& panels, size_t count, const Quantized
     size_t panel = 0;
     for (; panel + kWidePanels <= count; panel += kWidePanels) {
       float* to = totals + panel * panel_stride + r * kPanelWidth;
-      wide_tile_of<kBits, kWidePanels>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
+      wide_tile_of<kBits, kHasMinima, kWidePanels>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
     }
     if (panel < count) {
       float* to = totals + panel * panel_stride + r * kPanelWidth;
-      wide_tile_of<kBits, 1>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
+      wide_tile_of<kBits, kHasMinima, 1>(height, panels, panel, x, row + r, to, panel_stride, prefetched);
     }
     r += height;
   }
