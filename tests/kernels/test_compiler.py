@@ -66,7 +66,25 @@ def test_an_incomplete_file_is_compiled_again(compiler: Path, part: str, caplog:
     assert path.read_bytes() == OBJECT
     assert [line.count(path.name) for line in calls(compiler) if "-shared" in line] == [2 if path == library else 1]
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.getMessage() == f"the file {path} is incomplete; compiling it again"
+    assert warning.getMessage() == f"an incomplete file is compiled again: path={path}"
+
+
+def test_build_removes_the_object_files_of_a_killed_process(compiler: Path) -> None:
+    left = compiler.parent / "cache" / "objects-x"
+    left.mkdir(parents=True)
+    (left / "kernels.o").write_bytes(OBJECT)
+    build.library_path()
+    assert not left.exists()
+
+
+def test_built_files_are_on_the_disk_before_they_get_their_names(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    library = build.library_path()
+    kernels = build.kernels_path(preferred_isas()[0])
+    assert synced == [library.stat().st_ino, kernels.stat().st_ino]
 
 
 def test_build_fails_if_the_compiler_writes_an_incomplete_file(compiler: Path) -> None:

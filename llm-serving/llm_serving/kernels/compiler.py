@@ -40,6 +40,8 @@ logger = get_logger(__name__)
 _SOURCES = Path(__file__).parent / "csrc"
 _ISA_SOURCES = "*_isa.cc"
 _LIBRARY = "libllm_serving"
+_OBJECTS = "objects-"
+"""Prefix of the folder of a build's object files, in the cache folder."""
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -110,7 +112,7 @@ def _built(isas: Sequence[str], on_progress: Progress | None = None) -> list[Pat
                 found = _find(parts, suffix, folders)
                 missing = {part: folder / f"{part}_{suffix}.so" for part in parts if part not in found}
                 for damaged in filter(os.path.exists, missing.values()):
-                    logger.warning("the file %s is incomplete; compiling it again", damaged)
+                    logger.warning("an incomplete file is compiled again: path=%s", damaged)
                 if missing:
                     _build(compiler, missing, found.get(_LIBRARY), report)
                 found |= missing
@@ -220,7 +222,9 @@ def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None
     started = time.monotonic()
     logger.info("compiling the operator library once: compiler=%s", compiler.version)
     folder = next(iter(targets.values())).parent
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    for old in folder.glob(f"{_OBJECTS}*"):  # of a process that was killed
+        shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_OBJECTS, dir=folder) as scratch:
         objects = {part: _objects(compiler, part, Path(scratch)) for part in targets}
         # The kernels take longest to compile, so they start first.
         commands = {name: command for part in sorted(objects) for name, command in objects[part].items()}
@@ -243,6 +247,8 @@ def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None
             _run([compiler.path, *_LINKER_FLAGS, "-o", str(linked), *map(str, objects[part]), *users])
             if not _is_complete(linked):
                 raise KernelError(f"{compiler.path} wrote the incomplete file {linked}: check the disk")
+            with linked.open("rb") as file:
+                os.fsync(file.fileno())  # after a power failure, the name must not refer to a file without its data
             linked.replace(targets[part])
     logger.info("compiled the operator library: seconds=%.1f folder=%s", time.monotonic() - started, folder)
 
