@@ -196,9 +196,7 @@ class CpuBackend(AscendBackend):
             raise NotFiniteError("a weight must hold finite numbers only")
         del zeros
         shown = rows.shape if num_experts is None else (num_experts, columns, num_rows // num_experts)
-        parameter = parameter_over(memory.reshape(shown), self.dtype, name)
-        weakref.finalize(parameter, kernels.llm_release_weight, address)
-        return parameter
+        return _released_at_end(parameter_over(memory.reshape(shown), self.dtype, name), address)
 
     def block_weight(self, segments: Sequence[BlockTensor], weight_only: bool, name: str | None = None) -> ms.Parameter:
         _require_dispatch()
@@ -206,10 +204,7 @@ class CpuBackend(AscendBackend):
         memory = weight_memory(packed.num_bytes)
         address = memory.ctypes.data
         packed.pack(address, self.dtype, weight_only=weight_only)
-        shape = packed.rows, packed.columns
-        parameter = parameter_over(memory[: math.prod(shape)].view(np.int8).reshape(shape), "int8", name)
-        weakref.finalize(parameter, library.load().llm_release_weight, address)
-        return parameter
+        return _released_at_end(_int8_parameter(memory, (packed.rows, packed.columns), name), address)
 
     def packed_quantized_weight(
         self, weight: QuantizedTensor, weight_only: bool, name: str | None = None, num_experts: int | None = None
@@ -233,9 +228,7 @@ class CpuBackend(AscendBackend):
             given = f"{bits} bits, groups of {weight.group_size} of {columns} inputs"
             raise ModelError(f"quantized weights must have {rule}. Given: {given}")
         shape = shown if num_experts is None else (num_experts, shown[1], shown[0] // num_experts)
-        parameter = parameter_over(memory[: math.prod(shape)].view(np.int8).reshape(shape), "int8", name)
-        weakref.finalize(parameter, kernels.llm_release_weight, address)
-        return parameter
+        return _released_at_end(_int8_parameter(memory, shape, name), address)
 
     def _quantized_values(self, weight: QuantizedTensor, name: str) -> ms.Parameter:
         return self.packed_quantized_weight(weight, False, name)
@@ -261,11 +254,8 @@ class CpuBackend(AscendBackend):
         return parameter_over(zeroed_array((num_slots, *shape.shape), "float32"), "float32", name)
 
     def _check_cache(self, block_size: int, shape: CacheShape) -> None:
-        for field, value in (
-            ("block_size", block_size),
-            ("head_dim", shape.key_width),
-            ("head_dim", shape.value_width),
-        ):
+        sizes = ("block_size", block_size), ("head_dim", shape.key_width), ("head_dim", shape.value_width)
+        for field, value in sizes:
             if value % _MULTIPLE != 0:
                 raise ConfigError(f"`{field}` must be a multiple of {_MULTIPLE} on {self.name}. Given: {value}")
 
@@ -275,4 +265,15 @@ class CpuBackend(AscendBackend):
 
 
 def _zeroed_int8(shape: tuple[int, ...], name: str) -> ms.Parameter:
-    return parameter_over(zeroed_bytes(math.prod(shape)).view(np.int8).reshape(shape), "int8", name)
+    return _int8_parameter(zeroed_bytes(math.prod(shape)), shape, name)
+
+
+def _int8_parameter(memory: Array, shape: tuple[int, ...], name: str | None) -> ms.Parameter:
+    """Return a Parameter over the first bytes of `memory`."""
+    return parameter_over(memory[: math.prod(shape)].view(np.int8).reshape(shape), "int8", name)
+
+
+def _released_at_end(parameter: ms.Parameter, address: int) -> ms.Parameter:
+    """Make the library forget the packed weight at `address` when the Parameter ends."""
+    weakref.finalize(parameter, library.load().llm_release_weight, address)
+    return parameter
