@@ -283,16 +283,15 @@ class _Steps:
 
     def await_message(self) -> None:
         """Wait until the next message arrives. If the started step ends before that, send its reply."""
-        if self._started is not None and not self._channel.wait_for_data(self._has_ended):
-            self.flush()
+        if self._started is not None:
+            _, started = self._started
+            if not self._channel.wait_for_data(lambda: started.is_done):
+                self.flush()
 
     def flush(self) -> None:
         if self._started is not None:
             (step, started), self._started = self._started, None
             self._reply(step, _attempt(step, started.output))
-
-    def _has_ended(self) -> bool:
-        return self._started is None or self._started[1].is_done
 
     def _start(self, message: RunStep) -> StepOutput | StartedStep:
         arrays = self._buffers.read(message.buffer, message.shapes, STEP_TYPES, message.content)

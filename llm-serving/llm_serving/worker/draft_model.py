@@ -129,14 +129,15 @@ class DraftModel:
         known = np.array([known for _, _, known in rows], np.int32)
         lens = np.array([len(slot.token_ids) for _, slot, _ in rows], np.int32)
         positions = [each.start + int(length) for each, length in zip(extended, lens, strict=True)]
-        blocks = np.stack([slot.blocks for _, slot, _ in rows])
+        width = -(-int(lens.max()) // self._runner.kv_tensors.block_size)
+        blocks = np.stack([slot.blocks[:width] for _, slot, _ in rows])
         step = StepInput(
             step=self._step,
             token_ids=np.concatenate([np.array(slot.token_ids[known:], np.int32) for _, slot, known in rows]),
             query_lens=lens - known,
             num_computed=known,
-            block_tables=blocks[:, : -(-int(lens.max()) // self._runner.kv_tensors.block_size)],
-            block_epochs=np.zeros_like(blocks)[:, : -(-int(lens.max()) // self._runner.kv_tensors.block_size)],
+            block_tables=blocks,
+            block_epochs=np.zeros_like(blocks),
             result_tokens=np.array(
                 [(row, int(count) - 1, ResultKind.TOKEN) for row, count in enumerate(lens - known)], np.int32
             ),

@@ -74,16 +74,12 @@ class LibrarySampler:
             array = history if name == "history_token_ids" else getattr(sampling, name)
             setattr(arguments, name, array.astype(dtype, copy=False).tobytes())
         if (num_logprobs := sampling.num_logprobs.tobytes()) != self._num_logprobs:
-            self._allocate_results(sampling)
-            self._num_logprobs = num_logprobs
+            self._num_logprobs, self._choices = num_logprobs, SampledTokens.unset(sampling)
+            arguments.top_width = self._choices.top_token_ids.shape[1]
+            for name in _RESULT_FIELDS:
+                setattr(arguments, name, getattr(self._choices, name).ctypes.data)
         library.done(library.load().llm_sample(ctypes.byref(arguments)))
         return self._choices
-
-    def _allocate_results(self, sampling: SamplingInput) -> None:
-        self._choices = choices = SampledTokens.unset(sampling)
-        self._arguments.top_width = choices.top_token_ids.shape[1]
-        for name in _RESULT_FIELDS:
-            setattr(self._arguments, name, getattr(choices, name).ctypes.data)
 
 
 ChooseTokens: TypeAlias = Callable[[Float32Array, SamplingInput, Int32Array], SampledTokens]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -47,7 +47,9 @@ def score(
     logprobs, ranks = np.zeros(len(scoring.token_ids), np.float32), np.zeros(len(scoring.token_ids), np.int32)
     tops: list[TopTokens] = []
     errors: dict[int, str] = {}
-    for start, end in _row_ranges(count, vocab_size):
+    rows_at_once = max(1, LOGITS_BYTES // (4 * vocab_size))
+    for start in range(0, count, rows_at_once):
+        end = min(count, start + rows_at_once)
         logits = head(states[start:end])
         sampling = SamplingInput.plain(end - start, num_logprobs=scoring.num_logprobs[start:end])
         choices = choose_tokens(logits, sampling, NO_TOKENS)
@@ -68,12 +70,6 @@ def score(
             for row, token_id in zip(rows.tolist(), scoring.token_ids[given].tolist(), strict=True)
         ]
     return Scored(Scores(logprobs, ranks, _concatenate(tops)), errors)
-
-
-def _row_ranges(count: int, vocab_size: int) -> Iterator[tuple[int, int]]:
-    rows = max(1, LOGITS_BYTES // (4 * vocab_size))
-    for start in range(0, count, rows):
-        yield start, min(count, start + rows)
 
 
 def _concatenate(parts: Sequence[TopTokens]) -> TopTokens:
