@@ -99,7 +99,7 @@ def with_adapters(
         if each in head or each.kind != "linear" or weight is None or not _is_plain(each, weight):
             operations.append(each)
             continue
-        linear = _adapted(weight, slots, _padded(max_rank), as_program=as_program)
+        linear = _adapted(weight, slots, padded_to_panels(max_rank), as_program=as_program)
         linears.append(linear)
         weights = {"a": linear.a, "b": linear.b, "ranks": linear.ranks, "parts": linear.parts}
         operations.append(each.changed(weights=weights if as_program else {"a": linear.a, "b": linear.b}))
@@ -119,7 +119,7 @@ def panels(matrix: Float32Array, *, in_pairs: bool) -> Float32Array:
     place inputs 2i and 2i + 1 of a row next to each other, as bfloat16 kernels multiply them together.
     """
     n, k = matrix.shape
-    rows, inputs = _padded(n), _padded(k)
+    rows, inputs = padded_to_panels(n), padded_to_panels(k)
     padded = np.zeros((rows, inputs), np.float32)
     padded[:n, :k] = matrix
     together = 2 if in_pairs else 1
@@ -140,7 +140,7 @@ def _adapted(weight: Weight, slots: int, max_rank: int, *, as_program: bool) -> 
     of_a: tuple[int, ...] = (slots * rank, k)
     of_b: tuple[int, ...] = (n, slots * rank)
     if as_program:
-        of_a = (slots, num_parts * rank // PANEL, _padded(k), PANEL)
+        of_a = (slots, num_parts * rank // PANEL, padded_to_panels(k), PANEL)
         of_b = (slots, len(part_of_panel), rank, PANEL)
     a, b = (
         Weight((), shape, generate=_Zeros(f"{modules[0]}.{part}", shape)) for part, shape in (("a", of_a), ("b", of_b))
@@ -160,7 +160,7 @@ def _part_of_panel(weight: Weight) -> tuple[int, ...]:
     return tuple(each.pop() if is_divided else 0 for each in of_panels)
 
 
-def _padded(size: int) -> int:
+def padded_to_panels(size: int) -> int:
     return -(-size // PANEL) * PANEL
 
 

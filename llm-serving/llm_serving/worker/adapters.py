@@ -16,7 +16,7 @@ from llm_serving.core.step import Int32Array
 from llm_serving.errors import ModelError, WorkerError
 from llm_serving.formats.peft import PeftAdapter, number_of, read_adapter
 from llm_serving.formats.stored_tensor import to_float32
-from llm_serving.network.adapters import PANEL, AdaptedLinear, AdapterLimits, check_adapter, panels
+from llm_serving.network.adapters import PANEL, AdaptedLinear, AdapterLimits, check_adapter, padded_to_panels, panels
 from llm_serving.network.operations import Weight
 
 
@@ -112,10 +112,10 @@ class AdapterMemory:
             ((a, b),) = parts
             return _Stored([to_model_dtype(a, self._dtype)], to_model_dtype(b, self._dtype), ranks)
         in_pairs = self._dtype == "bfloat16"
-        own = np.zeros((len(linear.part_of_panel), _rounded_up(max(ranks)), PANEL), np.float32)
+        own = np.zeros((len(linear.part_of_panel), padded_to_panels(max(ranks)), PANEL), np.float32)
         for number, each in enumerate(parts):
             at = np.flatnonzero(np.array(linear.part_of_panel) == number)
-            own[at, : _rounded_up(ranks[number])] = panels(each.b, in_pairs=in_pairs)[at]
+            own[at, : padded_to_panels(ranks[number])] = panels(each.b, in_pairs=in_pairs)[at]
         a_panels = [to_model_dtype(panels(each.a, in_pairs=in_pairs), self._dtype) for each in parts]
         return _Stored(a_panels, to_model_dtype(own, self._dtype), ranks)
 
@@ -145,10 +145,6 @@ def _load_columns(slot: int, slots: int, stored: _Stored, parameters: Sequence[m
     dtype = a.dtype
     a[first : first + width] = _tensor(rows, dtype)
     b[:, first : first + width] = _tensor(columns, dtype)
-
-
-def _rounded_up(rank: int) -> int:
-    return -(-rank // PANEL) * PANEL
 
 
 def _tensor(array: Array, dtype: Any) -> ms.Tensor:
