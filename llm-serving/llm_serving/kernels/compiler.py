@@ -181,10 +181,7 @@ def _fingerprint_of_sources() -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 @contextmanager
@@ -255,23 +252,18 @@ def _build(compiler: Compiler, targets: Mapping[str, Path], library: Path | None
 
 def _objects(compiler: Compiler, part: str, folder: Path) -> dict[Path, list[str]]:
     kernels = set(_SOURCES.glob(_ISA_SOURCES))
-    flags: tuple[str, ...] = ()
-    sources = set(_SOURCES.glob("*.cc")) - kernels
+    flags: list[str] = []
+    sources, suffix = set(_SOURCES.glob("*.cc")) - kernels, ""
     if part != _LIBRARY:
         isa = part.removeprefix(_kernels_of(""))
         instructions = INSTRUCTION_SETS[isa]
-        flags = (
-            *instructions.compiler_flags,
-            *_flags_if_accepted(compiler, instructions.optional_flags),
-            f"-DLLM_ISA={isa}",
-        )
-        sources = kernels
-    targets = {
-        source: folder / f"{source.stem}{'' if part == _LIBRARY else f' for {isa}'}.o" for source in sorted(sources)
-    }
+        accepted = _flags_if_accepted(compiler, instructions.optional_flags)
+        flags = [*instructions.compiler_flags, *accepted, f"-DLLM_ISA={isa}"]
+        sources, suffix = kernels, f" for {isa}"
+    targets = {folder / f"{source.stem}{suffix}.o": source for source in sorted(sources)}
     return {
         target: [compiler.path, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
-        for source, target in targets.items()
+        for target, source in targets.items()
     }
 
 
