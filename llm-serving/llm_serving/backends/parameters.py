@@ -78,11 +78,7 @@ class WeightMemory:
         return taken
 
 
-_weights = WeightMemory()
-
-
-def weight_memory(size: int) -> NDArray[np.uint8]:
-    return _weights.take(size)
+weight_memory: Final = WeightMemory().take
 
 
 def zeroed_parameter(shape: tuple[int, ...], dtype: str, name: str | None = None) -> ms.Parameter:

@@ -100,11 +100,8 @@ def lower(
     parameters = parameters_of(read, backend, reader, max_positions, as_cells=not as_program, quantization=quantization)
     if not as_program:
         if implementation != ImplementationName.NATIVE:
-            built: nn.Cell = (
-                MindFormersLlamaNetwork(spec, read, backend, parameters, kv_caches, max_positions)
-                if is_legacy
-                else MindFormersNetwork(spec, read, backend, parameters, kv_caches, max_positions)
-            )
+            build = MindFormersLlamaNetwork if is_legacy else MindFormersNetwork
+            built = build(spec, read, backend, parameters, kv_caches, max_positions)
             return Lowered(None, built, CellLmHead(network, backend, parameters))
         settings = network, backend, parameters, kv_caches, max_positions
         states = CellNetwork(*settings, of_states=True)
