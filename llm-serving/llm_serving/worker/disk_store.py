@@ -157,7 +157,7 @@ class DiskStore:
 
     def _evict(self, lock: int, num_bytes: int) -> tuple[int, int]:
         """Delete least recently used blocks until `num_bytes` more fit. Return (bytes that remain, blocks deleted)."""
-        files, total, num_evicted = sorted(self._files()), 0, 0
+        files, num_evicted = sorted(self._files()), 0
         total = sum(each.num_bytes for each in files)
         kept = self._max_bytes if total + num_bytes <= self._max_bytes else int(KEPT_FRACTION * self._max_bytes)
         for each in files:

@@ -85,10 +85,9 @@ class TransferMemory:
         """Write contents from `read`. Meanwhile the blocks are unreadable. Raise WorkerError for invalid arguments."""
         ids = self._ids(block_ids, epochs)
         if (len(num_written), len(content)) != (len(ids), len(ids) * self.block_bytes):
-            rule = (
-                f"{len(ids)} blocks must come with {len(ids) * self.block_bytes} bytes, and a number of tokens for each"
-            )
-            raise WorkerError(f"{rule}. Given: {len(content)} bytes, {len(num_written)} numbers of tokens")
+            rule = f"must come with {len(ids) * self.block_bytes} bytes, and a number of tokens for each"
+            found = f"{len(content)} bytes, {len(num_written)} numbers of tokens"
+            raise WorkerError(f"{len(ids)} blocks {rule}. Given: {found}")
         if not all(0 < each <= MAX_TOKENS_PER_BLOCK for each in num_written) or max(epochs) > _MAX_EPOCH:
             rule = f"blocks must have 1 to {MAX_TOKENS_PER_BLOCK} tokens each and epochs up to {_MAX_EPOCH}"
             raise WorkerError(f"{rule}. Given: tokens {list(num_written)}, epochs {list(epochs)}")
@@ -157,8 +156,7 @@ class KVTensors:
         int8: bool = False,
     ) -> KVTensors:
         """Allocate zeroed tensors. Raise ConfigError for too many KV slots, ModelError if int8 is not supported."""
-        if num_blocks * block_size > MAX_SLOTS // spec.layout.max_parts:
-            most = MAX_SLOTS // spec.layout.max_parts
+        if num_blocks * block_size > (most := MAX_SLOTS // spec.layout.max_parts):
             raise ConfigError(
                 f"`num_blocks` times `block_size` must be at most {most}. Given: {num_blocks} x {block_size}"
             )

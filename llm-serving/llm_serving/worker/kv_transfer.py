@@ -95,8 +95,7 @@ def _load(message: LoadBlocks, pool: BlockStore, disk: DiskStore, block_size: in
 
 def _store(message: StoreBlocks, pool: BlockStore, disk: DiskStore, block_size: int) -> BlocksStored:
     num_written = num_evicted = 0
-    for each in zip(message.hashes, message.block_ids, message.epochs, strict=True):
-        block_hash, block_id, epoch = each
+    for block_hash, block_id, epoch in zip(message.hashes, message.block_ids, message.epochs, strict=True):
         tokens, content = pool.read([block_id], [epoch])
         if tokens != [block_size]:
             raise WorkerError(f"block {block_id} of the transfer pool is not full")

@@ -104,9 +104,8 @@ def load_runner(
         if isinstance(spec.scheme, Gguf) and keeps_blocks(_quantization(settings, backend)):
             size = readable_size(spec.scheme.block_bytes)
             kept = f"the blocks of the file, {size} without a second rounding, others in "
-        described = spec.scheme.description
         text = "the stored weights are quantised by %s, and kept in memory as %s%s"
-        logger.info(text, described, kept, model.model_dtype)
+        logger.info(text, spec.scheme.description, kept, model.model_dtype)
     if ranks_fd is not None and ranks is None:
         ranks = _join_ranks(ranks_fd, settings, backend)
     spec = spec.of_rank(settings.rank, settings.num_ranks)

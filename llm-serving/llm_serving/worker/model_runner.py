@@ -122,8 +122,7 @@ class ModelRunner:
         else:
             self.kv_tensors = GraphOwnedCache(backend, (), (), num_blocks, 0, block_size)
         groups = CacheGroups.of(spec.layout.windows, 1, max_model_len)
-        max_positions = min(max_model_len, groups.max_request_tokens(block_size, num_blocks))
-        self.max_positions = max_positions
+        self.max_positions = max_positions = min(max_model_len, groups.max_request_tokens(block_size, num_blocks))
         self._limits = ModelLimits(
             spec.network.num_input_ids, max_positions, num_blocks, block_size, groups, spec.layout.group_parts
         )
@@ -307,15 +306,12 @@ class ModelRunner:
             return sample(step.step, logits[:num_samples], given.sampling, previous, self._choose_tokens)
 
         def take_tokens(chosen: Float32Array) -> StepOutput:
-            tokens = tokens_of(chosen)
-            return (
-                sample_on_host(computed.copy()) if tokens is None else output_of_tokens(step.step, tokens[:num_samples])
-            )
+            if (tokens := tokens_of(chosen)) is None:
+                return sample_on_host(computed.copy())
+            return output_of_tokens(step.step, tokens[:num_samples])
 
-        if self._tokens is not None:
-            chosen = self._tokens.choose(computed)
-            if chosen is not None:
-                return StartedStep(HostCopy(chosen), take_tokens, num_samples, keeps_tokens=True)
+        if self._tokens is not None and (chosen := self._tokens.choose(computed)) is not None:
+            return StartedStep(HostCopy(chosen), take_tokens, num_samples, keeps_tokens=True)
         return StartedStep(HostCopy(computed.logits), sample_on_host, num_samples)
 
     def _export(self, exports: Int32Array) -> None:
@@ -362,8 +358,7 @@ class ModelRunner:
         return self._prompts, inputs.padded_to(self._num_prompt_rows).arrays()
 
     def _pooled_states_of(self, inputs: ModelInputs, result_tokens: Int32Array) -> Float32Array:
-        counts = num_states_per_result(result_tokens)
-        if counts is None:
+        if (counts := num_states_per_result(result_tokens)) is None:
             return self._states_of(inputs)
         return means(self._states_of(with_all_states(inputs, counts)), counts)
 
@@ -393,8 +388,9 @@ class ModelRunner:
         if self._tokens.computes(inputs):
             return self._tokens.submit(inputs, given_ids, sampling)
         network, arrays = self._states_network(inputs)
-        states = network.submit(arrays)
-        return DeviceLogits(self._head.submit((states, *step_inputs_for_rows(len(inputs.selected_indices)))))
+        return DeviceLogits(
+            self._head.submit((network.submit(arrays), *step_inputs_for_rows(len(inputs.selected_indices))))
+        )
 
 
 def _resolved(step: StepInput, inputs: ModelInputs, latest: StartedStep) -> tuple[ModelInputs, Int32Array]:
